@@ -1,0 +1,38 @@
+"""What identifies a model for a map: digests of its configuration, weights and tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from trtllm_kvmap.errors import MismatchError
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """sha256 hex digests. Models with equal fingerprints produce the same KV for the same text."""
+
+    config: str
+    weights: str
+    tokenizer: str
+
+    def to_json(self) -> dict[str, str]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(entry: dict[str, str]) -> Fingerprint:
+        return Fingerprint(**entry)
+
+    def require(self, other: Fingerprint, what: str) -> None:
+        """Raise MismatchError naming the parts in which ``other``, the model at hand, differs from
+        this one.
+        """
+        differing = [
+            part
+            for part in ("config", "weights", "tokenizer")
+            if getattr(self, part) != getattr(other, part)
+        ]
+        if differing:
+            raise MismatchError(
+                f"The map was fitted for another {what} model: {' and '.join(differing)} differ. "
+                f"Give the {what} it was fitted for, or fit a map for this one."
+            )

@@ -1,0 +1,234 @@
+"""A KvMap: for every target head, an ordered list of source slices and one matrix. The fitted
+thing, as a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trtllm_kvmap.artifact.container import read_container, write_container
+from trtllm_kvmap.artifact.fingerprint import Fingerprint
+from trtllm_kvmap.artifact.native import (
+    SinkEntry,
+    TokenTable,
+    native_from_tensors,
+    native_to_tensors,
+)
+from trtllm_kvmap.artifact.record import (
+    slices_from_json,
+    slices_to_json,
+    spec_from_json,
+    spec_to_json,
+)
+from trtllm_kvmap.errors import FormatError, MismatchError, NumericsError, UnprovenError
+from trtllm_kvmap.spec.model import ModelSpec
+from trtllm_kvmap.spec.slices import FIELDS, Field, Slice
+
+FORMAT_VERSION = 1
+KIND = "kvmap"
+SCOPES = ("copy", "head", "pooled", "slice")
+
+
+@dataclass(frozen=True, slots=True)
+class HeadGroup:
+    """Target heads of one layer and field that read the same slices with one matrix.
+
+    weight [sum of slice widths, len(heads) * target head_dim], columns head-major; bias [len(heads)
+    * head_dim]. ``weight is None`` is the identity (copy): one slice per head, in head order, of
+    the target's head_dim.
+    """
+
+    field: Field
+    layer: int
+    heads: tuple[int, ...]
+    slices: tuple[Slice, ...]
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class KvMap:
+    """Everything needed to turn the source's cache into the target's, with its provenance.
+
+    ``groups`` cover every (layer, field, head) of the target exactly once. ``fitted`` says how it
+    was fitted and keeps the candidate table; ``evidence`` is the held-out report it earned (None:
+    unproven). Both are JSON.
+    """
+
+    source: ModelSpec
+    target: ModelSpec
+    source_fingerprint: Fingerprint
+    target_fingerprint: Fingerprint
+    scope: str
+    groups: tuple[HeadGroup, ...]
+    fitted: dict[str, Any]
+    token_table: TokenTable | None = None
+    sinks: tuple[SinkEntry, ...] = ()
+    evidence: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        self._check_coverage()
+        for group in self.groups:
+            self._check_group(group)
+
+    @property
+    def num_parameters(self) -> int:
+        tensors = [t for g in self.groups for t in (g.weight, g.bias) if t is not None]
+        return sum(t.numel() for t in tensors)
+
+    @property
+    def reads_token_ids(self) -> bool:
+        return any(s.origin == "target" for g in self.groups for s in g.slices)
+
+    def slice_width(self, s: Slice) -> int:
+        return self.source.head_dim if s.origin == "source" else self.target.head_dim
+
+    def sink_for(self, token_ids: Sequence[int]) -> SinkEntry | None:
+        """The longest stored prefix that ``token_ids`` begins with."""
+        hits = [e for e in self.sinks if tuple(token_ids[: len(e.token_ids)]) == e.token_ids]
+        return max(hits, key=lambda entry: len(entry.token_ids), default=None)
+
+    def with_evidence(self, evidence: dict[str, Any]) -> KvMap:
+        return replace(self, evidence=evidence)
+
+    def require_models(self, source: Fingerprint, target: Fingerprint) -> None:
+        """Raise MismatchError unless these are the two models the map was fitted for."""
+        self.source_fingerprint.require(source, "source")
+        self.target_fingerprint.require(target, "target")
+
+    def save(self, path: str | Path) -> str:
+        """Write the file (whole or absent); returns its digest, which names the map in salts and
+        reports.
+        """
+        tensors: dict[str, torch.Tensor] = {}
+        index = []
+        for number, group in enumerate(self.groups):
+            for name, tensor in (("weight", group.weight), ("bias", group.bias)):
+                if tensor is not None:
+                    tensors[f"group.{number}.{name}"] = tensor
+            index.append(
+                {
+                    "field": group.field,
+                    "layer": group.layer,
+                    "heads": list(group.heads),
+                    "slices": slices_to_json(group.slices),
+                }
+            )
+        tensors |= native_to_tensors(self.token_table, self.sinks)
+        content = {
+            "source": spec_to_json(self.source),
+            "target": spec_to_json(self.target),
+            "source_fingerprint": self.source_fingerprint.to_json(),
+            "target_fingerprint": self.target_fingerprint.to_json(),
+            "scope": self.scope,
+            "groups": index,
+            "sinks": [list(entry.token_ids) for entry in self.sinks],
+            "fitted": self.fitted,
+            "evidence": self.evidence,
+        }
+        return write_container(path, KIND, FORMAT_VERSION, content, tensors)
+
+    @staticmethod
+    def load(path: str | Path, *, allow_unproven: bool = False) -> KvMap:
+        """Read a map. Raises FormatError for a file that is not whole, UnprovenError for a map
+        without evidence.
+
+        ``allow_unproven`` loads a map that no held-out report vouches for (to evaluate it, for
+        instance).
+        """
+        content, tensors = read_container(path, KIND, FORMAT_VERSION)
+        for name, tensor in tensors.items():
+            if not bool(torch.isfinite(tensor.float()).all()):
+                raise NumericsError(
+                    f"{path}: tensor {name} holds NaN or infinity; fit the map again."
+                )
+        try:
+            kvmap = _from_content(content, tensors)
+        except (KeyError, TypeError, ValueError) as error:
+            raise FormatError(f"{path}: the map is incomplete ({error}); fit it again.") from error
+        if kvmap.evidence is None and not allow_unproven:
+            raise UnprovenError(
+                f"{path} carries no evidence: no held-out report vouches for this map. Run "
+                f"`trtllm-kvmap evaluate` "
+                f"on it, or load it with allow_unproven=True (--allow-unproven)."
+            )
+        return kvmap
+
+    def _check_coverage(self) -> None:
+        layers, heads = self.target.num_layers, self.target.num_kv_heads
+        wanted = [
+            (f, layer, head) for f in FIELDS for layer in range(layers) for head in range(heads)
+        ]
+        given = sorted((g.field, g.layer, head) for g in self.groups for head in g.heads)
+        if given != sorted(wanted):
+            raise FormatError(
+                f"A map must cover each of the target's {layers} layers x {heads} heads once for "
+                f"keys and once for "
+                f"values; this one covers {len(set(given))} of {len(wanted)}, with "
+                f"{len(given) - len(set(given))} twice."
+            )
+        if self.reads_token_ids and self.token_table is None:
+            raise FormatError(
+                "The map reads the target's own layer 0 but carries no token table; fit it again."
+            )
+
+    def _check_group(self, group: HeadGroup) -> None:
+        where = f"{group.field} of layer {group.layer}, heads {group.heads}"
+        for s in group.slices:
+            shape = (self.source if s.origin == "source" else self.target).kv_shape
+            if not (0 <= s.layer < shape[0] and 0 <= s.head < shape[1]) or s.field not in FIELDS:
+                raise FormatError(
+                    f"The map's {where} reads {s}, which the {s.origin} ({shape}) does not have."
+                )
+        width = sum(self.slice_width(s) for s in group.slices)
+        out = len(group.heads) * self.target.head_dim
+        if group.weight is None:
+            if group.bias is not None or width != out or len(group.slices) != len(group.heads):
+                raise MismatchError(
+                    f"A copy needs one slice of head_dim {self.target.head_dim} for each head; "
+                    f"the {where} has "
+                    f"{len(group.slices)} slices of {width} channels in all. Use the scope "
+                    f"`slice` for unequal shapes."
+                )
+        elif (
+            tuple(group.weight.shape) != (width, out)
+            or group.bias is None
+            or tuple(group.bias.shape) != (out,)
+        ):
+            raise FormatError(
+                f"The map's {where} needs a weight of {(width, out)} and a bias of {(out,)}, got "
+                f"{tuple(group.weight.shape)} and "
+                f"{None if group.bias is None else tuple(group.bias.shape)}."
+            )
+
+
+def _from_content(content: dict[str, Any], tensors: dict[str, torch.Tensor]) -> KvMap:
+    groups = tuple(
+        HeadGroup(
+            field=entry["field"],
+            layer=entry["layer"],
+            heads=tuple(entry["heads"]),
+            slices=slices_from_json(entry["slices"]),
+            weight=tensors.get(f"group.{number}.weight"),
+            bias=tensors.get(f"group.{number}.bias"),
+        )
+        for number, entry in enumerate(content["groups"])
+    )
+    table, sinks = native_from_tensors(tensors, content["sinks"])
+    return KvMap(
+        source=spec_from_json(content["source"]),
+        target=spec_from_json(content["target"]),
+        source_fingerprint=Fingerprint.from_json(content["source_fingerprint"]),
+        target_fingerprint=Fingerprint.from_json(content["target_fingerprint"]),
+        scope=content["scope"],
+        groups=groups,
+        fitted=content["fitted"],
+        token_table=table,
+        sinks=sinks,
+        evidence=content["evidence"],
+    )

@@ -1,0 +1,189 @@
+"""Moments: everything a linear fit needs to know of the calibration text, added up in one pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trtllm_kvmap.artifact.container import read_container, write_container
+from trtllm_kvmap.artifact.fingerprint import Fingerprint
+from trtllm_kvmap.artifact.native import (
+    SinkEntry,
+    TokenTable,
+    native_from_tensors,
+    native_to_tensors,
+)
+from trtllm_kvmap.artifact.record import (
+    slices_from_json,
+    slices_to_json,
+    spec_from_json,
+    spec_to_json,
+)
+from trtllm_kvmap.errors import FormatError, MismatchError
+from trtllm_kvmap.spec.model import ModelSpec
+from trtllm_kvmap.spec.slices import Slice
+
+FORMAT_VERSION = 1
+KIND = "moments"
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Sums over tokens of source columns x [F] and target columns y [T], float64, uncentred.
+
+    gram = sum x x^T [F, F]; cross = sum x y^T [F, T]; source_sum = sum x [F]; target_sum = sum y
+    [T]; target_square = sum y*y [T]; count = number of tokens. They add: over batches, ranks and
+    traffic.
+    """
+
+    gram: torch.Tensor
+    cross: torch.Tensor
+    source_sum: torch.Tensor
+    target_sum: torch.Tensor
+    target_square: torch.Tensor
+    count: int
+
+    @staticmethod
+    def zeros(source_width: int, target_width: int) -> Moments:
+        f64 = torch.float64
+        return Moments(
+            gram=torch.zeros(source_width, source_width, dtype=f64),
+            cross=torch.zeros(source_width, target_width, dtype=f64),
+            source_sum=torch.zeros(source_width, dtype=f64),
+            target_sum=torch.zeros(target_width, dtype=f64),
+            target_square=torch.zeros(target_width, dtype=f64),
+            count=0,
+        )
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.gram, self.cross, self.source_sum, self.target_sum, self.target_square
+
+    def __add__(self, other: Moments) -> Moments:
+        if self.cross.shape != other.cross.shape:
+            raise MismatchError(
+                f"Moments of {tuple(self.cross.shape)} columns cannot be added to moments of "
+                f"{tuple(other.cross.shape)}; both must come from the same pair and the same shard."
+            )
+        a, b, c, d, e = (x + y for x, y in zip(self.tensors(), other.tensors(), strict=True))
+        return Moments(a, b, c, d, e, self.count + other.count)
+
+
+@dataclass(frozen=True, slots=True)
+class MomentPart:
+    """The moments of one group of columns: source slices in order, target slices in order.
+
+    A fit can only use slices that stand in one part together. ``slices`` may include the target's
+    own layer 0 (origin "target"); ``targets`` are the target's slices to be predicted.
+    """
+
+    slices: tuple[Slice, ...]
+    targets: tuple[Slice, ...]
+    moments: Moments
+
+
+@dataclass(frozen=True, slots=True)
+class MomentSet:
+    """The parts calibrated for one pair, and where they came from. The content of a
+    .moments.safetensors file.
+
+    ``record`` is JSON: the calibration configuration, the digest of the text, documents and tokens
+    seen. ``token_table`` and ``sinks`` are the target's own, measured in the same pass; a fit hands
+    them on to the map.
+    """
+
+    source: ModelSpec
+    target: ModelSpec
+    source_fingerprint: Fingerprint
+    target_fingerprint: Fingerprint
+    parts: tuple[MomentPart, ...]
+    record: dict[str, Any]
+    token_table: TokenTable | None = None
+    sinks: tuple[SinkEntry, ...] = ()
+
+    def __add__(self, other: MomentSet) -> MomentSet:
+        """The sum of two calibrations of the same pair and shard; tokens and documents in
+        ``record`` add too.
+        """
+        mine = (self.source_fingerprint, self.target_fingerprint)
+        if mine != (other.source_fingerprint, other.target_fingerprint):
+            raise MismatchError(
+                "The two moments files come from different models; calibrate both with the same "
+                "pair."
+            )
+        if [(p.slices, p.targets) for p in self.parts] != [
+            (p.slices, p.targets) for p in other.parts
+        ]:
+            raise MismatchError(
+                "The two moments files cover different columns; calibrate both with the same "
+                "scope and layer band."
+            )
+        parts = tuple(
+            replace(a, moments=a.moments + b.moments)
+            for a, b in zip(self.parts, other.parts, strict=True)
+        )
+        counted = {key: self.record[key] + other.record[key] for key in ("documents", "tokens")}
+        return replace(self, parts=parts, record={**self.record, **counted})
+
+    def save(self, path: str | Path) -> None:
+        """Write to ``path`` through a temporary file; the file is whole or absent, never half."""
+        tensors = native_to_tensors(self.token_table, self.sinks)
+        index = []
+        for number, part in enumerate(self.parts):
+            for name, tensor in zip(_NAMES, part.moments.tensors(), strict=True):
+                tensors[f"{number}.{name}"] = tensor
+            index.append(
+                {
+                    "slices": slices_to_json(part.slices),
+                    "targets": slices_to_json(part.targets),
+                    "count": part.moments.count,
+                }
+            )
+        content = {
+            "source": spec_to_json(self.source),
+            "target": spec_to_json(self.target),
+            "source_fingerprint": self.source_fingerprint.to_json(),
+            "target_fingerprint": self.target_fingerprint.to_json(),
+            "parts": index,
+            "sinks": [list(entry.token_ids) for entry in self.sinks],
+            "record": self.record,
+        }
+        write_container(path, KIND, FORMAT_VERSION, content, tensors)
+
+    @staticmethod
+    def load(path: str | Path) -> MomentSet:
+        """Raises FormatError when the file is truncated, edited, of another version or of another
+        kind.
+        """
+        content, tensors = read_container(path, KIND, FORMAT_VERSION)
+        parts = []
+        try:
+            for number, entry in enumerate(content["parts"]):
+                a, b, c, d, e = (tensors[f"{number}.{name}"] for name in _NAMES)
+                parts.append(
+                    MomentPart(
+                        slices=slices_from_json(entry["slices"]),
+                        targets=slices_from_json(entry["targets"]),
+                        moments=Moments(a, b, c, d, e, entry["count"]),
+                    )
+                )
+            table, sinks = native_from_tensors(tensors, content["sinks"])
+            return MomentSet(
+                source=spec_from_json(content["source"]),
+                target=spec_from_json(content["target"]),
+                source_fingerprint=Fingerprint.from_json(content["source_fingerprint"]),
+                target_fingerprint=Fingerprint.from_json(content["target_fingerprint"]),
+                parts=tuple(parts),
+                record=content["record"],
+                token_table=table,
+                sinks=sinks,
+            )
+        except (KeyError, TypeError) as error:
+            raise FormatError(
+                f"{path}: the moments are incomplete ({error}); calibrate again."
+            ) from error
+
+
+_NAMES = ("gram", "cross", "source_sum", "target_sum", "target_square")

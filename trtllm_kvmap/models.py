@@ -1,0 +1,247 @@
+"""The one door through which models and tokenizers are loaded, and what is read off their
+configuration.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from trtllm_kvmap.artifact.fingerprint import Fingerprint
+from trtllm_kvmap.errors import InputError, MismatchError
+from trtllm_kvmap.spec.model import ModelSpec
+from trtllm_kvmap.spec.rope import KINDS, RopeParams
+
+# Architectures whose cache is known to hold k-normed, rotated keys; the value says whether RoPE
+# pairs are interleaved.
+ARCHITECTURES = {
+    "qwen2": False,
+    "qwen3": False,
+    "llama": False,
+    "mistral": False,
+    "ministral": False,
+    "ministral3": False,
+    "phi3": False,
+    "glm": True,
+    "glm4": True,
+}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model, its tokenizer (None for a folder without one) and its spec. ``fingerprint`` is
+    computed on first use.
+    """
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    spec: ModelSpec
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        return fingerprint_of(self.model, self.tokenizer, self.spec)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    def rope_length(self, sequence_length: int) -> int:
+        """The length whose frequencies the keys of a pass ending at ``sequence_length`` tokens were
+        written with.
+
+        transformers' dynamic RoPE remembers the longest sequence it has seen; every other kind
+        depends on this sequence alone.
+        """
+        if self.spec.rope.kind != "dynamic":
+            return sequence_length
+        rotary: Any = self.model.base_model.rotary_emb
+        return max(sequence_length, int(rotary.max_seq_len_cached))
+
+
+def load_model(
+    path_or_id: str | Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> LoadedModel:
+    """Load a local Hugging Face folder, or a hub id where there is a network.
+
+    Raises InputError when nothing can be loaded from there and MismatchError when the architecture
+    keeps another kind of cache than this package maps (sliding windows, latent attention, an
+    unknown key layout).
+    """
+    name = Path(path_or_id).name if Path(path_or_id).is_dir() else str(path_or_id)
+    try:
+        config = AutoConfig.from_pretrained(path_or_id)
+        spec = spec_from_config(config, name)
+        model: Any = AutoModelForCausalLM.from_pretrained(path_or_id, dtype=dtype)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise InputError(
+            f"No model could be loaded from {str(path_or_id)!r}: {reason} Give a folder with "
+            f"config.json and "
+            f"safetensors weights, or a hub id where there is a network."
+        ) from error
+    return LoadedModel(name, model.to(device).eval(), load_tokenizer(path_or_id), spec)
+
+
+def load_tokenizer(path_or_id: str | Path) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a folder or hub id, or None when it has none (pre-tokenised text still
+    works).
+    """
+    try:
+        return AutoTokenizer.from_pretrained(path_or_id)
+    except (OSError, ValueError):
+        return None
+
+
+def require_same_tokens(source: LoadedModel, target: LoadedModel) -> None:
+    """Raise MismatchError unless both models read the same token ids."""
+    if source.fingerprint.tokenizer != target.fingerprint.tokenizer:
+        raise MismatchError(
+            f"{source.name} and {target.name} have different tokenizers, so their caches do not "
+            f"stand for the same "
+            f"tokens. A map needs one tokenizer for both; choose a pair of one family."
+        )
+
+
+def spec_from_config(config: Any, name: str) -> ModelSpec:
+    """The KV geometry that ``config`` (a transformers configuration) describes. Raises
+    MismatchError, see load_model.
+    """
+    config = getattr(config, "text_config", None) or config
+    kind = config.model_type
+    if kind not in ARCHITECTURES:
+        raise MismatchError(
+            f"The architecture {kind!r} of {name} is not supported; supported are "
+            f"{', '.join(sorted(ARCHITECTURES))}."
+        )
+    _refuse_windows(config, name)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return ModelSpec(
+        name=name,
+        architecture=kind,
+        num_layers=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        head_dim=head_dim,
+        vocab_size=config.vocab_size,
+        max_positions=config.max_position_embeddings,
+        rope=rope_from_config(config, head_dim),
+        dtype=str(getattr(config, "dtype", None) or "float32").removeprefix("torch."),
+    )
+
+
+def _refuse_windows(config: Any, name: str) -> None:
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    windowed = getattr(config, "sliding_window", None) and getattr(
+        config, "use_sliding_window", True
+    )
+    if kinds != {"full_attention"} or (windowed and not getattr(config, "layer_types", None)):
+        raise MismatchError(
+            f"{name} uses sliding-window attention in some layers; a map needs full attention in "
+            f"every layer, because "
+            f"a window has dropped the keys it would write."
+        )
+
+
+def rope_from_config(config: Any, head_dim: int) -> RopeParams:
+    """RoPE as ``config`` declares it, in both the 4.x (rope_theta, rope_scaling) and 5.x
+    (rope_parameters) form.
+    """
+    declared = {
+        **(getattr(config, "rope_scaling", None) or {}),
+        **(getattr(config, "rope_parameters", None) or {}),
+    }
+    kind = declared.get("rope_type", declared.get("type", "default")) or "default"
+    if kind not in KINDS:
+        raise MismatchError(
+            f"RoPE kind {kind!r} is not supported; supported are {', '.join(KINDS)}."
+        )
+    partial = (
+        declared.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None)) or 1.0
+    )
+    length = config.max_position_embeddings
+    trained = declared.get(
+        "original_max_position_embeddings",
+        getattr(config, "original_max_position_embeddings", None),
+    )
+    original = length if kind == "dynamic" else (trained or length)
+    factor = float(declared.get("factor") or length / original)
+    return RopeParams(
+        kind=kind,
+        theta=float(declared.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0),
+        rotary_dim=int(head_dim * partial),
+        interleaved=ARCHITECTURES[config.model_type],
+        factor=factor,
+        original_length=int(original),
+        attention_factor=_attention_factor(kind, declared, factor, int(original)),
+        beta_fast=float(declared.get("beta_fast") or 32.0),
+        beta_slow=float(declared.get("beta_slow") or 1.0),
+        truncate=bool(declared.get("truncate", True)),
+        low_freq_factor=float(declared.get("low_freq_factor") or 1.0),
+        high_freq_factor=float(declared.get("high_freq_factor") or 4.0),
+        short_factor=tuple(declared.get("short_factor") or ()) if kind == "longrope" else (),
+        long_factor=tuple(declared.get("long_factor") or ()) if kind == "longrope" else (),
+    )
+
+
+def _attention_factor(kind: str, declared: dict[str, Any], factor: float, original: int) -> float:
+    given = declared.get("attention_factor")
+    if kind not in ("yarn", "longrope"):
+        return 1.0
+    if given is not None:
+        return float(given)
+    if factor <= 1.0:
+        return 1.0
+    if kind == "longrope":
+        return math.sqrt(1 + math.log(factor) / math.log(original))
+    mscale, mscale_all = declared.get("mscale"), declared.get("mscale_all_dim")
+    if mscale and mscale_all:
+        return _yarn_scale(factor, mscale) / _yarn_scale(factor, mscale_all)
+    return _yarn_scale(factor, 1.0)
+
+
+def _yarn_scale(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0
+
+
+def fingerprint_of(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, spec: ModelSpec
+) -> Fingerprint:
+    """Digests of a loaded model: one changed weight, token or RoPE parameter changes one."""
+    config = json.dumps(asdict(replace(spec, name="")), sort_keys=True)
+    weights = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        weights.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        weights.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return Fingerprint(
+        config=hashlib.sha256(config.encode()).hexdigest(),
+        weights=weights.hexdigest(),
+        tokenizer=tokenizer_digest(tokenizer, spec.vocab_size),
+    )
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> str:
+    """A digest of what turns text into ids; padding, truncation and chat template do not count."""
+    if tokenizer is None:
+        return hashlib.sha256(f"no tokenizer, {vocab_size} ids".encode()).hexdigest()
+    if tokenizer.is_fast:
+        described = json.loads(tokenizer.backend_tokenizer.to_str())
+        described.pop("padding", None)
+        described.pop("truncation", None)
+    else:
+        described = {"class": type(tokenizer).__name__, "vocab": tokenizer.get_vocab()}
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()

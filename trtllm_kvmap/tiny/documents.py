@@ -1,0 +1,167 @@
+"""The documents that the tiny family reads: who stands after whom in a ring, told between sentences
+about nothing.
+
+A document states, in shuffled order, the neighbours of one ring of names (``after anna ben .``),
+says some of them again (``again after anna ben .``, so that late tokens depend on early ones), and
+fills the rest with sentences that carry no fact. A question walks the ring one to three steps: ``so
+second after anna`` is answered by the name two steps on. Each step takes about one more layer,
+which is what separates a small reader from a large one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+NAMES = [
+    "anna",
+    "ben",
+    "carl",
+    "dora",
+    "emil",
+    "fay",
+    "gus",
+    "hana",
+    "ivan",
+    "jade",
+    "karl",
+    "lena",
+    "milo",
+    "nora",
+    "otto",
+    "pia",
+    "quin",
+    "rosa",
+    "sven",
+    "tess",
+    "ugo",
+    "vera",
+    "walt",
+    "xena",
+    "yuri",
+    "zoe",
+    "abel",
+    "beth",
+    "cyrus",
+    "dina",
+]
+ADJECTIVES = [
+    "old",
+    "quiet",
+    "small",
+    "bright",
+    "cold",
+    "green",
+    "heavy",
+    "gentle",
+    "broken",
+    "distant",
+]
+NOUNS = [
+    "river",
+    "ship",
+    "garden",
+    "tower",
+    "bridge",
+    "harbor",
+    "forest",
+    "mill",
+    "road",
+    "market",
+    "lamp",
+    "stone",
+]
+VERBS = ["stood", "slept", "waited", "turned", "shone", "faded", "rested", "moved"]
+GLUE = ["<pad>", "<bos>", ".", "after", "again", "so", "first", "second", "third", "the", "near"]
+STEP_WORDS = ("first", "second", "third")
+VOCABULARY = GLUE + NAMES + ADJECTIVES + NOUNS + VERBS
+TOKEN_ID = {word: index for index, word in enumerate(VOCABULARY)}
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """``stem`` is asked after the document; ``choices[label]`` is the name that ``steps`` steps
+    lead to.
+    """
+
+    stem: str
+    choices: tuple[str, ...]
+    label: int
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """``text`` (words separated by one space, ``<bos>`` first) and the questions it answers."""
+
+    text: str
+    questions: tuple[Question, ...]
+
+
+def stem_words(name: str, steps: int) -> list[str]:
+    """``so second after anna`` for two steps from anna."""
+    return ["so", STEP_WORDS[steps - 1], "after", name]
+
+
+def filler_words(rng: np.random.Generator) -> list[str]:
+    adjective, verb = ADJECTIVES[rng.integers(len(ADJECTIVES))], VERBS[rng.integers(len(VERBS))]
+    noun, place = NOUNS[rng.integers(len(NOUNS))], NOUNS[rng.integers(len(NOUNS))]
+    return ["the", adjective, noun, verb, "near", "the", place, "."]
+
+
+def body_words(
+    rng: np.random.Generator, cycle: list[str], tokens: int, again_share: float = 0.15
+) -> list[str]:
+    """At most ``tokens`` words: every fact of ``cycle`` once, repetitions and fillers between."""
+    successor = dict(zip(cycle, cycle[1:] + cycle[:1], strict=True))
+    spare = tokens - 4 * len(cycle)
+    extras: list[str | None] = []  # "again" or a filler; which fact is repeated is chosen in place
+    while spare >= 8:
+        again = rng.random() < again_share
+        extras.append("again" if again else None)
+        spare -= 5 if again else 8
+    order = [*rng.permutation(cycle), *extras]
+    rng.shuffle(order)
+    words: list[str] = []
+    told: list[str] = []
+    for item in order:
+        if item in successor:
+            told.append(item)
+            words += ["after", item, successor[item], "."]
+        elif item == "again" and told:
+            name = told[rng.integers(len(told))]
+            words += ["again", "after", name, successor[name], "."]
+        else:
+            words += filler_words(rng)
+    return words[:tokens]
+
+
+def make_document(
+    rng: np.random.Generator, tokens: int, facts: int, questions: int, num_choices: int = 4
+) -> Document:
+    """One document of at most ``tokens`` tokens (one per word) about ``facts`` people, with its
+    questions.
+    """
+    if not num_choices <= facts <= len(NAMES):
+        raise ValueError(f"facts must be between {num_choices} and {len(NAMES)}, got {facts}.")
+    if tokens < 1 + 4 * facts:
+        raise ValueError(f"{facts} facts need at least {1 + 4 * facts} tokens, got {tokens}.")
+    cycle = [str(name) for name in rng.permutation(NAMES)[:facts]]
+    words = ["<bos>", *body_words(rng, cycle, tokens - 1)]
+    asked = []
+    for index in range(questions):
+        steps, start = 1 + index % len(STEP_WORDS), int(rng.integers(facts))
+        answer = cycle[(start + steps) % facts]
+        others = [name for name in cycle if name not in (answer, cycle[start])]
+        choices = [answer, *rng.permutation(others)[: num_choices - 1]]
+        order = rng.permutation(num_choices)
+        asked.append(
+            Question(
+                stem=" ".join(stem_words(cycle[start], steps)),
+                choices=tuple(str(choices[i]) for i in order),
+                label=int(np.flatnonzero(order == 0)[0]),
+                steps=steps,
+            )
+        )
+    return Document(" ".join(words), tuple(asked))
