@@ -37,11 +37,11 @@ def plan_handoff(
 ) -> HandoffPlan:
     """The plan for a prompt of ``num_tokens``.
 
-    ``first_tokens`` and ``repair_window`` count tokens from the two ends of the prompt and give way to
-    each other and to ``spliced`` on a short prompt. The last token is always computed by the target,
-    whatever ``repair_window`` says: its logits start the decode. With ``tokens_per_block`` > 1 the
-    mapped span ends on a block boundary (a host that can only offer whole blocks repairs the rest).
-    Raises InputError for negative or contradictory counts.
+    ``first_tokens`` and ``repair_window`` count tokens from the two ends of the prompt and give way
+    to each other and to ``spliced`` on a short prompt. The last token is always computed by the
+    target, whatever ``repair_window`` says: its logits start the decode. With ``tokens_per_block``
+    > 1 the mapped span ends on a block boundary (a host that can only offer whole blocks repairs
+    the rest). Raises InputError for negative or contradictory counts.
     """
     for name, value in (
         ("num_tokens", num_tokens),
