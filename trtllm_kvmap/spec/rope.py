@@ -71,11 +71,13 @@ class RopeParams:
         return self.kind in ("dynamic", "longrope")
 
     def regime(self, length: int) -> int:
-        """A number that is equal for two lengths exactly when their frequencies are equal."""
+        """The length that stands for ``length``: equal for two lengths exactly when their
+        frequencies are, and with these frequencies itself.
+        """
         if self.kind == "dynamic":
             return max(length, self.original_length)
         if self.kind == "longrope":
-            return int(length > self.original_length)
+            return self.original_length + 1 if length > self.original_length else 0
         return 0
 
     def inverse_frequencies(self, rope_length: int = 0) -> np.ndarray:
