@@ -30,6 +30,8 @@ FLOORS = {
     "inject": 5,
     "decode": 6,
     "evaluate": 7,
+    "doctor": 8,
+    "demo": 8,
     "engine": 8,
     "serve": 8,
     "cli": 9,
@@ -67,7 +69,7 @@ def complaints(package: Path) -> Iterator[str]:
         if relative == "__init__.py":
             continue  # the public names of the whole package, gathered from every floor
         if unit not in FLOORS:
-            yield f"{relative}: {unit!r} has no floor; give it one in build_scripts/check_floors.py."
+            yield f"{relative}: {unit!r} has no floor; give it one in {Path(__file__).name}."
             continue
         for line, name in imported_names(ast.parse(path.read_text())):
             root, _, rest = name.partition(".")

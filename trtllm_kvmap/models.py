@@ -73,6 +73,20 @@ class LoadedModel:
         return max(sequence_length, int(rotary.max_seq_len_cached))
 
 
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """What can be said of a model without loading its weights."""
+
+    spec: ModelSpec
+    tokenizer_digest: str
+
+
+def describe_model(path_or_id: str | Path) -> ModelDescription:
+    """Read the configuration and tokenizer of a folder or hub id. Raises as load_model does."""
+    spec = _read_spec(path_or_id)
+    return ModelDescription(spec, tokenizer_digest(load_tokenizer(path_or_id), spec.vocab_size))
+
+
 def load_model(
     path_or_id: str | Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32
 ) -> LoadedModel:
@@ -82,19 +96,29 @@ def load_model(
     keeps another kind of cache than this package maps (sliding windows, latent attention, an
     unknown key layout).
     """
+    spec = _read_spec(path_or_id)
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(path_or_id, dtype=dtype)
+    except (OSError, ValueError) as error:
+        raise _not_loadable(path_or_id, error) from error
+    return LoadedModel(spec.name, model.to(device).eval(), load_tokenizer(path_or_id), spec)
+
+
+def _read_spec(path_or_id: str | Path) -> ModelSpec:
     name = Path(path_or_id).name if Path(path_or_id).is_dir() else str(path_or_id)
     try:
         config = AutoConfig.from_pretrained(path_or_id)
-        spec = spec_from_config(config, name)
-        model: Any = AutoModelForCausalLM.from_pretrained(path_or_id, dtype=dtype)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise InputError(
-            f"No model could be loaded from {str(path_or_id)!r}: {reason} Give a folder with "
-            f"config.json and "
-            f"safetensors weights, or a hub id where there is a network."
-        ) from error
-    return LoadedModel(name, model.to(device).eval(), load_tokenizer(path_or_id), spec)
+        raise _not_loadable(path_or_id, error) from error
+    return spec_from_config(config, name)
+
+
+def _not_loadable(path_or_id: str | Path, error: Exception) -> InputError:
+    reason = str(error).strip().splitlines()[0]
+    return InputError(
+        f"No model could be loaded from {str(path_or_id)!r}: {reason} Give a folder with "
+        f"config.json and safetensors weights, or a hub id where there is a network."
+    )
 
 
 def load_tokenizer(path_or_id: str | Path) -> PreTrainedTokenizerBase | None:
