@@ -5,6 +5,7 @@ configuration.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import math
 from dataclasses import asdict, dataclass, replace
@@ -67,10 +68,18 @@ class LoadedModel:
         transformers' dynamic RoPE remembers the longest sequence it has seen; every other kind
         depends on this sequence alone.
         """
-        if self.spec.rope.kind != "dynamic":
-            return sequence_length
+        if self.spec.rope.kind != "dynamic" or sequence_length < self.spec.rope.original_length:
+            return sequence_length  # a sequence shorter than the original length resets the memory
         rotary: Any = self.model.base_model.rotary_emb
         return max(sequence_length, int(rotary.max_seq_len_cached))
+
+    @property
+    def cache_argument(self) -> str:
+        """What the model's forward calls its cache: past_key_values, or cache in newer
+        transformers.
+        """
+        accepted = inspect.signature(self.model.forward).parameters
+        return "cache" if "cache" in accepted else "past_key_values"
 
 
 @dataclass(frozen=True, slots=True)
