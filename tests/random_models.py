@@ -97,8 +97,11 @@ def make_config(
     }
     if architecture != "llama":
         entries["sliding_window"] = None
-    if architecture == "ministral":
-        entries["layer_types"] = ["full_attention"] * layers
+    if architecture == "ministral":  # it insists on a window, though no layer here uses one
+        entries |= {"sliding_window": 16, "layer_types": ["full_attention"] * layers}
+    if architecture == "ministral3":  # it also scales queries by position
+        yarn = {"rope_type": "yarn", "factor": 2.0, "llama_4_scaling_beta": 0.1}
+        rope = {**yarn, "original_max_position_embeddings": max_positions // 2, **rope}
     rope = {"rope_type": "default", "rope_theta": 10000.0, **rope}
     if ROPE_IN_ONE_DICT:
         entries["rope_parameters"] = rope
