@@ -6,6 +6,9 @@ slot, remove the source's RoPE at its position, multiply accumulating in float32
 bias, apply the target's RoPE at the same position, round once to the target's dtype, write to the
 token's target slot. A token with a slot of -1 on either side is skipped. No byte outside the named
 slots changes. An empty span is legal.
+
+A copied head (no matrix) whose numbers need not change keeps its very bits: that is so when dtype
+and scale are equal on both sides and, for keys, the rotation too.
 """
 
 from __future__ import annotations
@@ -53,6 +56,13 @@ class Mapper(Protocol):
     def kvmap(self) -> KvMap: ...
 
     def map_kv(self, source: KvPool, target: KvPool, span: Span) -> None: ...
+
+
+def same_rotation(kvmap: KvMap, span: Span) -> bool:
+    """Whether source and target rotate the keys of this span by the same angles and scale."""
+    source, target = kvmap.source.rope, kvmap.target.rope
+    lengths = span.source_length, span.target_length
+    return source == target and source.regime(lengths[0]) == target.regime(lengths[1])
 
 
 def check(kvmap: KvMap, source: KvPool, target: KvPool, span: Span) -> None:

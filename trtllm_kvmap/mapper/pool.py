@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from trtllm_kvmap.errors import MismatchError
+from trtllm_kvmap.spec.slices import Field
 
 CACHE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
 
@@ -69,6 +70,10 @@ class KvPool:
             key_scale=key_scale,
             value_scale=value_scale,
         )
+
+    def field(self, field: Field) -> tuple[tuple[torch.Tensor, ...], float]:
+        """The views of keys or of values, and their scale."""
+        return (self.keys, self.key_scale) if field == "key" else (self.values, self.value_scale)
 
     @property
     def kv_shape(self) -> tuple[int, int, int]:

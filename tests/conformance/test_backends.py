@@ -1,0 +1,47 @@
+"""Every backend against every case; the whole memory of the target is compared."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from case_build import Built, build
+from cases import CASES, Case
+from expected import ABSOLUTE, expect
+
+from trtllm_kvmap.mapper.backends import BACKENDS, map_kv
+
+
+def raw(memory: torch.Tensor) -> torch.Tensor:
+    """uint8 [elements, bytes per element]."""
+    return memory.view(torch.uint8).view(memory.numel(), -1).clone()
+
+
+def run(backend: str, built: Built) -> torch.Tensor:
+    map_kv(built.kvmap, built.source, built.target, built.span, backend)
+    return raw(built.target_memory)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_whole_pool(backend: str, case: Case) -> None:
+    built = build(case)
+    before_source, before = raw(built.source_memory), raw(built.target_memory)
+    after = run(backend, built)
+    expected = expect(case, built)
+
+    assert torch.equal(after[~expected.written], before[~expected.written]), "another slot changed"
+    assert torch.equal(raw(built.source_memory), before_source), "the source changed"
+    found = built.target_memory.double()[expected.written]
+    wanted = expected.values[expected.written]
+    if case.verbatim:
+        assert torch.equal(found, wanted.to(built.target.dtype).double())
+    else:
+        error = (found - wanted).abs()
+        epsilon = torch.finfo(built.target.dtype).eps
+        within = error <= ABSOLUTE[case.target.dtype] + wanted.abs() * epsilon
+        assert bool(within.all()), f"off by {error[~within][0]} at {wanted[~within][0]}"
+    assert torch.equal(run(backend, build(case)), after), "a second run gave other bytes"
+
+
+def test_the_table_names_every_case_once() -> None:
+    assert len({case.id for case in CASES}) == len(CASES)
