@@ -89,9 +89,12 @@ class KvMap:
         return self.source.head_dim if s.origin == "source" else self.target.head_dim
 
     def sink_for(self, token_ids: Sequence[int]) -> SinkEntry | None:
-        """The longest stored prefix that ``token_ids`` begins with."""
-        hits = [e for e in self.sinks if tuple(token_ids[: len(e.token_ids)]) == e.token_ids]
-        return max(hits, key=lambda entry: len(entry.token_ids), default=None)
+        """The target's exact KV of as many first tokens of ``token_ids`` as a stored prefix shares
+        with them; None when not even the first token is known.
+        """
+        shared = [(entry, entry.shared_length(token_ids)) for entry in self.sinks]
+        entry, length = max(shared, key=lambda pair: pair[1], default=(None, 0))
+        return entry.first(length) if entry is not None and length else None
 
     def with_evidence(self, evidence: dict[str, Any]) -> KvMap:
         return replace(self, evidence=evidence)

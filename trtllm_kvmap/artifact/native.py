@@ -20,6 +20,22 @@ class SinkEntry:
     keys: torch.Tensor
     values: torch.Tensor
 
+    def shared_length(self, token_ids: Sequence[int]) -> int:
+        """How many first tokens this prefix and ``token_ids`` have in common."""
+        length = 0
+        for mine, theirs in zip(self.token_ids, token_ids, strict=False):
+            if mine != theirs:
+                break
+            length += 1
+        return length
+
+    def first(self, length: int) -> SinkEntry:
+        """The entry of the first ``length`` tokens. Exact: a causal model's KV of a token does not
+        depend on the tokens after it.
+        """
+        keys, values = self.keys[:, :, :length], self.values[:, :, :length]
+        return SinkEntry(self.token_ids[:length], keys, values)
+
 
 @dataclass(frozen=True, slots=True)
 class TokenTable:

@@ -1,0 +1,108 @@
+"""From candidate blocks of slices to fitted groups of target heads: select, then solve."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from trtllm_kvmap.artifact.kvmap import HeadGroup
+from trtllm_kvmap.errors import InputError, MismatchError, NumericsError
+from trtllm_kvmap.fit.centred import CentredPart, describe
+from trtllm_kvmap.fit.config import FitConfig
+from trtllm_kvmap.fit.ridge import Solution, factorise, r2_of, singular_error
+from trtllm_kvmap.fit.selection import select_blocks
+from trtllm_kvmap.spec.slices import FIELDS, Field, Slice
+
+Block = tuple[Slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FittedGroup:
+    """A group of the map and the training R2 of each of its heads."""
+
+    group: HeadGroup
+    r2: tuple[float, ...]
+
+
+def readable_slices(part: CentredPart, field: Field, config: FitConfig) -> list[Slice]:
+    """The source slices that a target head of ``field`` may read, in the order of the moments."""
+    wanted = FIELDS if config.fields == "both" else (field,)
+    slices = [s for s in part.slices if s.origin == "source" and s.field in wanted]
+    if len({s.field for s in slices}) < len(wanted):
+        raise MismatchError(
+            f"The moments of {describe(part.targets)} do not hold both keys and values as sources; "
+            f"calibrate with joint on, or fit with fields=same."
+        )
+    return slices
+
+
+def targets_by_layer(part: CentredPart, field: Field) -> list[Block]:
+    """The part's target heads of one field, one block per layer."""
+    layers: dict[int, list[Slice]] = {}
+    for t in part.targets:
+        if t.field == field:
+            layers.setdefault(t.layer, []).append(t)
+    return [tuple(heads) for heads in layers.values()]
+
+
+def fit_blocks(
+    part: CentredPart,
+    blocks: Sequence[Block],
+    groups: Sequence[Block],
+    count: int,
+    config: FitConfig,
+) -> Iterator[FittedGroup]:
+    """One group per entry of ``groups`` (target heads of one layer and field), reading the best
+    ``count`` of ``blocks``.
+
+    Raises InputError when ``count`` exceeds the number of blocks, NumericsError when no answer can
+    be trusted.
+    """
+    if count > len(blocks):
+        raise InputError(
+            f"{count} slices or layers are to be read by the {describe(groups[0])}, but the "
+            f"moments offer {len(blocks)}; ask for at most {len(blocks)}."
+        )
+    blocks = [varying for b in blocks if (varying := tuple(s for s in b if part.varies(s)))]
+    if not blocks:
+        raise NumericsError(
+            f"Every slice that the {describe(groups[0])} may read is constant over the text; "
+            f"calibrate on more varied text."
+        )
+    everything = [s for block in blocks for s in block]
+    if count >= len(blocks):  # nothing to choose: one factor serves every group
+        factor = factorise(part, everything, config.ridge, groups[0])
+        for targets in groups:
+            yield _fitted(factor.slices, targets, factor.solve(targets), config)
+        return
+    gram = part.gram(everything)
+    gram.diagonal().add_(part.penalty(everything, config.ridge))
+    widths = [part.columns(block).numel() for block in blocks]
+    for targets in groups:
+        chosen = select_blocks(gram, part.cross(everything, targets), widths, count)
+        if not chosen:
+            raise singular_error(part, everything, config.ridge, targets)
+        slices = tuple(s for number in chosen for s in blocks[number])
+        solution = factorise(part, slices, config.ridge, targets).solve(targets)
+        yield _fitted(slices, targets, solution, config)
+
+
+def _fitted(slices: Block, targets: Block, solution: Solution, config: FitConfig) -> FittedGroup:
+    weight = solution.weight.to(getattr(torch, config.dtype))
+    if not bool(torch.isfinite(weight).all()):
+        raise NumericsError(
+            f"The weights for the {describe(targets)} do not fit into {config.dtype}; store them "
+            f"as float32 or bfloat16, or raise the ridge."
+        )
+    group = HeadGroup(
+        field=targets[0].field,
+        layer=targets[0].layer,
+        heads=tuple(t.head for t in targets),
+        slices=slices,
+        weight=weight,
+        bias=solution.bias.float(),
+    )
+    errors, variances = (x.chunk(len(targets)) for x in (solution.error, solution.variance))
+    return FittedGroup(group, tuple(map(r2_of, errors, variances)))
