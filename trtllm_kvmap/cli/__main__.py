@@ -1,0 +1,3 @@
+from trtllm_kvmap.cli import main
+
+main()
