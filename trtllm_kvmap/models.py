@@ -163,6 +163,9 @@ def spec_from_config(config: Any, name: str) -> ModelSpec:
         )
     _refuse_windows(config, name)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rope = rope_from_config(config, head_dim)
+    # dynamic RoPE stretches the declared length; every other kind declares the stretched one.
+    stretch = rope.factor if rope.kind == "dynamic" else 1.0
     return ModelSpec(
         name=name,
         architecture=kind,
@@ -171,8 +174,8 @@ def spec_from_config(config: Any, name: str) -> ModelSpec:
         num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         head_dim=head_dim,
         vocab_size=config.vocab_size,
-        max_positions=config.max_position_embeddings,
-        rope=rope_from_config(config, head_dim),
+        max_positions=int(config.max_position_embeddings * stretch),
+        rope=rope,
         dtype=str(getattr(config, "dtype", None) or "float32").removeprefix("torch."),
     )
 

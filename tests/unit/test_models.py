@@ -24,6 +24,12 @@ def test_the_spec_is_the_shape_of_the_cache(architecture: str, random_model: Cal
     assert loaded.spec.max_positions == 512
 
 
+def test_dynamic_rope_allows_what_its_factor_stretches(random_model: Callable) -> None:
+    rope = {"rope_type": "dynamic", "factor": 3.0}
+    spec = random_model("llama", max_positions=32, rope=rope).spec
+    assert (spec.max_positions, spec.rope.original_length) == (96, 32)
+
+
 def test_one_word_is_one_token(random_model: Callable) -> None:
     ids = random_model().tokenizer("<bos> anna .").input_ids
     assert ids == [VOCABULARY.index(word) for word in ("<bos>", "anna", ".")]
