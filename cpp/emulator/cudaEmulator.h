@@ -134,7 +134,7 @@ T atomicCAS(T* address, T expected, T value)
 
 inline void __threadfence()
 {
-    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    ::trtllm_kvmap::emulator::threadFence();
 }
 
 // ---- Arithmetic whose rounding is spelled out, so that g++ (-ffp-contract=off) and nvcc agree to the bit -----------

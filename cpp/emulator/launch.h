@@ -74,6 +74,9 @@ struct Report
 //! The options of launchKernel (kernels/launchKernel.cuh), which has no place for them. One for the process.
 Options& currentOptions();
 
+//! Counted over all launches of the process.
+Statistics totalStatistics();
+
 //! Run \p body(arguments) once for every thread of \p grid blocks of \p block threads. The part of launch that needs
 //! no template. The block must be whole warps, at most 1024 threads; shared memory at most 227 KiB.
 Report launchGrid(Options const& options, dim3 grid, dim3 block, std::size_t sharedBytes,

@@ -27,7 +27,7 @@ PtxEntry const* findPtxEntry(void const* kernel, std::string& error);
 //! Kernel parameters as CUDA lays them out: in order, each at its own alignment.
 struct PackedParameters
 {
-    static constexpr std::size_t kCAPACITY = 4096;
+    static constexpr std::size_t kCAPACITY = 32764; //!< CUDA's limit from sm_70 on
     alignas(128) unsigned char bytes[kCAPACITY];
     std::size_t size;
 };

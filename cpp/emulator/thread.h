@@ -37,9 +37,8 @@ std::uint32_t sharedAddress(void const* pointer);
 //! aligned to \p alignment.
 unsigned char* sharedBytes(std::uint32_t address, std::size_t bytes, std::size_t alignment, char const* instruction);
 
-//! An error if \p pointer is not aligned to \p alignment. With a sanitizer, also its check of the access.
-void checkGlobalRead(void const* pointer, std::size_t bytes, std::size_t alignment, char const* instruction);
-void checkGlobalWrite(void* pointer, std::size_t bytes, std::size_t alignment, char const* instruction);
+//! An error if a global address is not aligned to \p alignment.
+void checkGlobal(void const* pointer, std::size_t alignment, char const* instruction);
 
 //! bar.sync: wait at barrier \p id until \p count threads are there. syncThreads is barrier 0, the whole block.
 void syncThreads();
@@ -47,6 +46,9 @@ void syncBarrier(int id, int count);
 
 //! bar.arrive: be counted at barrier \p id without waiting.
 void arriveBarrier(int id, int count);
+
+//! __threadfence. For TSan, what precedes one thread's fence happens before what follows another's later fence.
+void threadFence();
 
 //! Read-modify-write as one step among all host threads. T has 4 or 8 bytes.
 template <typename T, typename Update>

@@ -133,7 +133,7 @@ __device__ __forceinline__ void mmaM16N8K16<__half>(
 __device__ __forceinline__ uint4 loadGlobal16(void const* address)
 {
 #if defined(TRTLLM_KVMAP_EMULATE)
-    emulator::checkGlobalRead(address, 16, 16, "ld.global.v4");
+    emulator::checkGlobal(address, 16, "ld.global.v4");
     return *static_cast<uint4 const*>(address);
 #else
     uint4 value;
@@ -148,7 +148,7 @@ __device__ __forceinline__ uint4 loadGlobal16(void const* address)
 __device__ __forceinline__ void storeGlobal16(void* address, uint4 value)
 {
 #if defined(TRTLLM_KVMAP_EMULATE)
-    emulator::checkGlobalWrite(address, 16, 16, "st.global.v4");
+    emulator::checkGlobal(address, 16, "st.global.v4");
     *static_cast<uint4*>(address) = value;
 #else
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};\n" ::"l"(address), "r"(value.x), "r"(value.y),

@@ -1,0 +1,143 @@
+#include "emulator/launch.h"
+
+#include "emulator/block.h"
+
+#include <algorithm>
+#include <atomic>
+#include <mutex>
+#include <numeric>
+#include <random>
+#include <thread>
+
+namespace trtllm_kvmap::emulator
+{
+
+namespace
+{
+
+Statistics gTotals;
+std::mutex gTotalsMutex;
+
+void add(Statistics& sum, Statistics const& part)
+{
+    sum.mma += part.mma;
+    sum.ldmatrix += part.ldmatrix;
+    sum.ldmatrixBankConflicts += part.ldmatrixBankConflicts;
+    sum.asyncCopies += part.asyncCopies;
+    sum.barriers += part.barriers;
+    sum.wgmma += part.wgmma;
+    sum.tensorCopies += part.tensorCopies;
+    sum.switches += part.switches;
+}
+
+std::string refusal(dim3 grid, dim3 block, std::size_t sharedBytes)
+{
+    std::uint64_t const threads = static_cast<std::uint64_t>(block.x) * block.y * block.z;
+    if (threads == 0 || threads % kWARP != 0 || threads > kMAX_THREADS)
+    {
+        return "A block of " + std::to_string(threads) + " threads was asked for; it must be whole warps, at most "
+            + std::to_string(kMAX_THREADS) + " threads.";
+    }
+    if (grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.y > 65535 || grid.z > 65535)
+    {
+        return "A grid of (" + std::to_string(grid.x) + ", " + std::to_string(grid.y) + ", " + std::to_string(grid.z)
+            + ") blocks was asked for; every side must be at least 1, y and z at most 65535.";
+    }
+    if (sharedBytes > kMAX_SHARED)
+    {
+        return std::to_string(sharedBytes) + " bytes of shared memory were asked for; a block has at most "
+            + std::to_string(kMAX_SHARED) + ".";
+    }
+    return {};
+}
+
+//! The order of the blocks is as free as that of the threads.
+std::vector<std::uint64_t> blockOrder(Options const& options, std::uint64_t numBlocks)
+{
+    std::vector<std::uint64_t> order(numBlocks);
+    std::iota(order.begin(), order.end(), 0);
+    if (options.order == ThreadOrder::kREVERSE)
+    {
+        std::reverse(order.begin(), order.end());
+    }
+    else if (options.order == ThreadOrder::kRANDOM)
+    {
+        std::shuffle(order.begin(), order.end(), std::mt19937_64(options.seed));
+    }
+    return order;
+}
+
+} // namespace
+
+Options& currentOptions()
+{
+    static Options sOptions;
+    return sOptions;
+}
+
+Statistics totalStatistics()
+{
+    std::lock_guard<std::mutex> const lock(gTotalsMutex);
+    return gTotals;
+}
+
+Report launchGrid(Options const& options, dim3 grid, dim3 block, std::size_t sharedBytes,
+    void (*body)(void const* arguments), void const* arguments)
+{
+    Report report;
+    report.error = refusal(grid, block, sharedBytes);
+    if (!report.ok())
+    {
+        return report;
+    }
+    auto const order = blockOrder(options, static_cast<std::uint64_t>(grid.x) * grid.y * grid.z);
+    std::atomic<std::size_t> nextBlock{0};
+    std::mutex reportMutex;
+    auto const work = [&]
+    {
+        Block worker(options, grid, block, sharedBytes, body, arguments);
+        std::string error;
+        for (std::size_t i = 0; error.empty() && (i = nextBlock++) < order.size();)
+        {
+            error = worker.run(order[i]);
+        }
+        std::lock_guard<std::mutex> const lock(reportMutex);
+        if (!error.empty())
+        {
+            nextBlock = order.size();
+            report.error = report.ok() ? error : report.error;
+        }
+        add(report.statistics, worker.statistics);
+    };
+    if (options.hostThreads <= 1)
+    {
+        work();
+    }
+    else
+    {
+        std::vector<std::thread> workers;
+        for (int i = 0; i < options.hostThreads; ++i)
+        {
+            workers.emplace_back(work);
+        }
+        for (auto& worker : workers)
+        {
+            worker.join();
+        }
+    }
+    std::lock_guard<std::mutex> const lock(gTotalsMutex);
+    add(gTotals, report.statistics);
+    return report;
+}
+
+} // namespace trtllm_kvmap::emulator
+
+// ---- For tests that load a shared object from Python ---------------------------------------------------------------
+
+extern "C" void trtllmKvMapEmulatorConfigure(
+    int order, int asyncCopies, int path, std::uint64_t seed, int hostThreads)
+{
+    using namespace trtllm_kvmap::emulator;
+    currentOptions() = Options{static_cast<ThreadOrder>(order), static_cast<AsyncCopies>(asyncCopies),
+        static_cast<KernelPath>(path), seed, hostThreads};
+}
