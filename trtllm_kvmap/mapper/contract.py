@@ -77,14 +77,24 @@ def check(kvmap: KvMap, source: KvPool, target: KvPool, span: Span) -> None:
         raise MismatchError(
             f"The pools lie on {source.device} and {target.device}; put both on one device."
         )
+    if _addresses(source) & _addresses(target):
+        raise MismatchError(
+            "Source and target pool lie in the same memory, so writing one would spoil the other; "
+            "give the target a pool of its own."
+        )
+    _check_positions(kvmap, span)
     _check_slots("source", span.source_slots, span.num_tokens, source)
     written = _check_slots("target", span.target_slots, span.num_tokens, target)
     if written.numel() != torch.unique(written).numel():
         raise InputError(
             "A target slot is named twice in one span; every token needs a slot of its own."
         )
-    _check_positions(kvmap, span)
     _check_token_ids(kvmap, span)
+
+
+def _addresses(pool: KvPool) -> set[int]:
+    """Where the views begin; an empty view begins nowhere (0)."""
+    return {view.data_ptr() for view in (*pool.keys, *pool.values)} - {0}
 
 
 def _check_slots(what: str, slots: torch.Tensor, num_tokens: int, pool: KvPool) -> torch.Tensor:
@@ -117,6 +127,17 @@ def _check_positions(kvmap: KvMap, span: Span) -> None:
             f"both models allow 0 to "
             f"{limit - 1}."
         )
+    end = int(span.positions.max()) + 1 if span.num_tokens else 0
+    for what, rope, length in (
+        ("source", kvmap.source.rope, span.source_length),
+        ("target", kvmap.target.rope, span.target_length),
+    ):
+        if rope.length_dependent and length < end:
+            raise InputError(
+                f"The {what} uses {rope.kind} RoPE, whose frequencies depend on the length of the "
+                f"sequence: give {what}_length, at least {end} tokens for these positions; got "
+                f"{length}."
+            )
 
 
 def _check_token_ids(kvmap: KvMap, span: Span) -> None:
