@@ -38,8 +38,9 @@ def plan_handoff(
     """The plan for a prompt of ``num_tokens``.
 
     ``first_tokens`` and ``repair_window`` count tokens from the two ends of the prompt and give way
-    to each other and to ``spliced`` on a short prompt. The last token is always computed by the
-    target, whatever ``repair_window`` says: its logits start the decode. With ``tokens_per_block``
+    to each other and to ``spliced`` on a short prompt. The last token is always repaired, whatever
+    the counts say, even when the target holds it: its logits start the decode. With
+    ``tokens_per_block``
     > 1 the mapped span ends on a block boundary (a host that can only offer whole blocks repairs
     the rest). Raises InputError for negative or contradictory counts.
     """
@@ -57,14 +58,15 @@ def plan_handoff(
         raise InputError(
             f"The prompt has {num_tokens} tokens but {spliced} are said to be spliced."
         )
-    first_end = max(spliced, min(first_tokens, num_tokens))
-    computed = max(repair_window, 1)
-    mapped_end = max(num_tokens - computed, 0) // tokens_per_block * tokens_per_block
+    before_last = max(num_tokens - 1, 0)
+    spliced_end = min(spliced, before_last)
+    first_end = max(spliced_end, min(first_tokens, before_last))
+    mapped_end = max(num_tokens - max(repair_window, 1), 0) // tokens_per_block * tokens_per_block
     mapped_end = max(mapped_end, first_end)
     return HandoffPlan(
         num_tokens=num_tokens,
-        spliced=range(0, spliced),
-        first=range(spliced, first_end),
+        spliced=range(0, spliced_end),
+        first=range(spliced_end, first_end),
         mapped=range(first_end, mapped_end),
         repaired=range(mapped_end, num_tokens),
     )
