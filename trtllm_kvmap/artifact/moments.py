@@ -89,8 +89,8 @@ class MomentSet:
     """The parts calibrated for one pair, and where they came from. The content of a
     .moments.safetensors file.
 
-    ``record`` is JSON: the calibration configuration, the digest of the text, documents and tokens
-    seen. ``token_table`` and ``sinks`` are the target's own, measured in the same pass; a fit hands
+    ``record`` is JSON: ``config`` (the calibration's), ``text`` (a list of digests), ``documents``
+    and ``tokens`` (counts). ``token_table`` and ``sinks`` are the target's own, measured in the same pass; a fit hands
     them on to the map.
     """
 
@@ -104,8 +104,8 @@ class MomentSet:
     sinks: tuple[SinkEntry, ...] = ()
 
     def __add__(self, other: MomentSet) -> MomentSet:
-        """The sum of two calibrations of the same pair and shard; tokens and documents in
-        ``record`` add too.
+        """The sum of two calibrations of the same pair and shard; documents, tokens and text
+        digests in ``record`` add too.
         """
         mine = (self.source_fingerprint, self.target_fingerprint)
         if mine != (other.source_fingerprint, other.target_fingerprint):
@@ -124,7 +124,9 @@ class MomentSet:
             replace(a, moments=a.moments + b.moments)
             for a, b in zip(self.parts, other.parts, strict=True)
         )
-        counted = {key: self.record[key] + other.record[key] for key in ("documents", "tokens")}
+        counted = {
+            key: self.record[key] + other.record[key] for key in ("documents", "tokens", "text")
+        }
         return replace(self, parts=parts, record={**self.record, **counted})
 
     def save(self, path: str | Path) -> None:

@@ -1,0 +1,116 @@
+"""Keys and values of a model while it reads, taken from the cache it fills.
+
+A map's keys are by definition cached keys with their rotation taken off, so the cache is where they
+are read: after k-norm and bias, whatever the architecture, and without a hook into any layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from transformers import DynamicCache
+
+from trtllm_kvmap.artifact.native import SinkEntry, TokenTable
+from trtllm_kvmap.errors import NumericsError
+from trtllm_kvmap.models import LoadedModel
+from trtllm_kvmap.rotary import remove_rope
+
+# Token ids a batch when the token table is made: enough for full speed, small beside the model.
+TABLE_BATCH = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedKv:
+    """pre-RoPE keys and values of one document, float32 [num_layers, num_kv_heads, num_tokens,
+    head_dim].
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+def capture_kv(loaded: LoadedModel, token_ids: torch.Tensor) -> CapturedKv:
+    """One pass over ``token_ids`` (int64 [num_tokens]) from position 0; no logits are computed.
+
+    Raises NumericsError when the model computes NaN or infinity.
+    """
+    keys, values = _cached(loaded, token_ids)
+    positions = torch.arange(len(token_ids), device=keys.device)
+    rope, length = loaded.spec.rope, loaded.rope_length(len(token_ids))
+    captured = CapturedKv(remove_rope(keys.float(), positions, rope, length), values.float())
+    _require_finite(loaded, captured)
+    return captured
+
+
+def sink_entry(loaded: LoadedModel, token_ids: list[int]) -> SinkEntry:
+    """The target's own KV of a token prefix as its cache holds it, float32."""
+    keys, values = _cached(loaded, torch.tensor(token_ids))
+    return SinkEntry(tuple(token_ids), keys.float(), values.float())
+
+
+@torch.no_grad()
+def token_table(loaded: LoadedModel) -> TokenTable:
+    """Layer-0 KV of every token id, float32 [vocab_size, num_kv_heads, head_dim], keys pre-RoPE.
+
+    Every id is read as a sequence of one token, and the pass ends as soon as layer 0 has its keys
+    and values: nothing later is computed.
+    """
+    keys, values = [], []
+    positions = torch.zeros(1, dtype=torch.int64, device=loaded.device)
+    every_id = torch.arange(loaded.spec.vocab_size, device=loaded.device)
+    for ids in torch.split(every_id, TABLE_BATCH):
+        try:
+            _run(loaded, ids[:, None], _FirstLayerCache())
+        except _FirstLayerError as reached:
+            x = reached.keys.float()
+            keys.append(remove_rope(x, positions, loaded.spec.rope, loaded.rope_length(1))[:, :, 0])
+            values.append(reached.values.float()[:, :, 0])
+    table = TokenTable(torch.cat(keys).contiguous(), torch.cat(values).contiguous())
+    _require_finite(loaded, table)
+    return table
+
+
+class _FirstLayerError(Exception):
+    """Ends a pass, carrying layer 0's keys and values [batch, num_kv_heads, num_tokens, head_dim]
+    out of it.
+    """
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        super().__init__()
+        self.keys, self.values = keys, values
+
+
+class _FirstLayerCache(DynamicCache):
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> NoReturn:
+        raise _FirstLayerError(key_states, value_states)
+
+
+@torch.no_grad()
+def _cached(loaded: LoadedModel, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotated keys, and values, of one sequence: [num_layers, num_kv_heads, num_tokens,
+    head_dim].
+    """
+    cache = DynamicCache()
+    _run(loaded, token_ids.to(loaded.device)[None], cache)
+    layers: Any = cache.layers
+    return (
+        torch.stack([layer.keys[0] for layer in layers]),
+        torch.stack([layer.values[0] for layer in layers]),
+    )
+
+
+def _run(loaded: LoadedModel, token_ids: torch.Tensor, cache: DynamicCache) -> None:
+    base = loaded.model.base_model  # without the head: no logits
+    base(input_ids=token_ids, use_cache=True, **{loaded.cache_argument: cache})
+
+
+def _require_finite(loaded: LoadedModel, kv: CapturedKv | TokenTable) -> None:
+    if not bool(torch.isfinite(kv.keys.sum() + kv.values.sum())):
+        raise NumericsError(
+            f"{loaded.name} computes keys or values that are NaN or infinite; its weights are "
+            f"damaged, or overflow their type. Load a sound copy, or use float32."
+        )

@@ -1,0 +1,65 @@
+"""What a calibration is asked for. The fields are the flags of `trtllm-kvmap calibrate`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from trtllm_kvmap.errors import InputError
+from trtllm_kvmap.spec.model import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationConfig:
+    """Which columns are summed together, and over which tokens."""
+
+    scope: Literal["all", "head"] = field(
+        default="all",
+        metadata={
+            "help": "all: every source slice of a field together; head: each head apart, far less "
+            "memory, for maps of scope head."
+        },
+    )
+    joint: bool = field(
+        default=False,
+        metadata={"help": "Sum keys and values together, so that a map may cross them."},
+    )
+    layers: tuple[int, ...] = field(
+        default=(),
+        metadata={"help": "A band of target layers: the first, and one past the last."},
+    )
+    skip_first: int = field(
+        default=4,
+        metadata={"help": "First tokens of a document to leave out: sinks, never mapped."},
+    )
+    max_tokens: int = field(
+        default=1024, metadata={"help": "Longer documents are read in windows of so many tokens."}
+    )
+    checkpoint_every: int = field(
+        default=64, metadata={"help": "Documents between two checkpoints."}
+    )
+
+    def __post_init__(self) -> None:
+        if self.scope not in ("all", "head"):
+            raise InputError(f"scope must be all or head, got {self.scope!r}.")
+        if self.layers and not (len(self.layers) == 2 and 0 <= self.layers[0] < self.layers[1]):
+            raise InputError(
+                f"layers must be the first target layer and one past the last, got {self.layers}."
+            )
+        for name, least in (("skip_first", 0), ("checkpoint_every", 1)):
+            if getattr(self, name) < least:
+                raise InputError(f"{name} must be at least {least}, got {getattr(self, name)}.")
+        if self.max_tokens <= self.min_tokens:
+            raise InputError(
+                f"max_tokens must leave two tokens after skip_first = {self.skip_first}; got "
+                f"{self.max_tokens}."
+            )
+
+    @property
+    def min_tokens(self) -> int:
+        """A document needs this many tokens to add anything."""
+        return self.skip_first + 1
+
+    def window(self, source: ModelSpec, target: ModelSpec) -> int:
+        """The longest document, in tokens, that both models are given."""
+        return min(self.max_tokens, source.max_positions, target.max_positions)

@@ -1,0 +1,142 @@
+"""Calibration text: files become lists of token ids.
+
+- A `.jsonl` file holds one document a line: an object with `text`, or with `token_ids` (already
+  tokenised). Empty lines are passed over.
+- Any other file is plain text and one document. (A blank line is part of a document: short
+  paragraphs would teach a map nothing about distance.)
+- A folder stands for the files in it, in the order of their names.
+
+A document of more than ``max_tokens`` is cut into windows, each read from position 0. When the
+document begins with the tokenizer's BOS token, so does every window.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trtllm_kvmap.errors import InputError
+from trtllm_kvmap.models import LoadedModel
+
+
+def read_documents(
+    path: str | Path, loaded: LoadedModel, *, min_tokens: int, max_tokens: int
+) -> list[list[int]]:
+    """The documents of ``path``, tokenised by ``loaded``'s tokenizer, each of ``min_tokens`` to
+    ``max_tokens`` tokens.
+
+    Raises InputError, naming file and line, for a file that is missing, empty, not UTF-8 or not
+    JSON, a line without a usable field, a document of fewer than ``min_tokens``, token ids the
+    model does not know, or text for a model without a tokenizer. A last window that is too short is
+    left out.
+    """
+    documents: list[list[int]] = []
+    for file in _files(Path(path)):
+        for where, content in _contents(file):
+            ids = _token_ids(content, loaded, where)
+            if len(ids) < min_tokens:
+                raise InputError(
+                    f"{where} has {len(ids)} tokens, and calibration needs at least {min_tokens} "
+                    f"in a document. Take it out, join it to another, or lower skip_first."
+                )
+            windows = _windows(ids, _bos(loaded), max_tokens)
+            documents += [window for window in windows if len(window) >= min_tokens]
+    if not documents:
+        raise InputError(f"{path} holds no document; give text to calibrate on.")
+    return documents
+
+
+def text_digest(documents: Sequence[Sequence[int]]) -> str:
+    """sha256 of the token ids and of where documents end."""
+    sha = hashlib.sha256()
+    for ids in documents:
+        sha.update(np.asarray([len(ids), *ids], dtype="<i8").tobytes())
+    return sha.hexdigest()
+
+
+def shared_prefix(documents: Sequence[Sequence[int]], limit: int) -> list[int]:
+    """The first tokens, at most ``limit``, with which every document begins."""
+    prefix = []
+    for column in list(zip(*(ids[:limit] for ids in documents), strict=False)):
+        if len(set(column)) > 1:
+            break
+        prefix.append(column[0])
+    return prefix
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise InputError(f"There is no file or folder {path}; give text to calibrate on.")
+    files = sorted(file for file in path.iterdir() if file.is_file())
+    if not files:
+        raise InputError(f"The folder {path} holds no file; give text to calibrate on.")
+    return files
+
+
+def _contents(file: Path) -> Iterator[tuple[str, str | list[int]]]:
+    """The documents of one file, as text or token ids, each with its place for messages."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{file} is not UTF-8 text ({error}); convert it first.") from error
+    if not text.strip():
+        raise InputError(f"{file} is empty; give text to calibrate on.")
+    if file.suffix != ".jsonl":
+        yield str(file), text
+        return
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            where = f"{file}, line {number},"
+            yield where, _content_of_line(line, where)
+
+
+def _content_of_line(line: str, where: str) -> str | list[int]:
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{where} is not JSON ({error}); mend or remove the line.") from error
+    fields = entry if isinstance(entry, dict) else {}
+    ids, text = fields.get("token_ids"), fields.get("text")
+    if isinstance(ids, list) and all(type(token) is int for token in ids):
+        return ids
+    if isinstance(text, str) and "token_ids" not in fields:
+        return text
+    raise InputError(
+        f"{where} needs an object with a string `text` or a list of integers `token_ids`; it has "
+        f"{sorted(fields) if fields else 'neither'}."
+    )
+
+
+def _token_ids(content: str | list[int], loaded: LoadedModel, where: str) -> list[int]:
+    if isinstance(content, str):
+        tokenizer: Any = loaded.tokenizer
+        if tokenizer is None:
+            raise InputError(
+                f"{where} is text, but {loaded.name} has no tokenizer; give `token_ids` instead."
+            )
+        content = list(tokenizer(content, verbose=False)["input_ids"])
+    known = loaded.spec.vocab_size
+    if content and not 0 <= min(content) <= max(content) < known:
+        raise InputError(
+            f"{where} has token ids from {min(content)} to {max(content)}; {loaded.name} knows 0 "
+            f"to {known - 1}."
+        )
+    return content
+
+
+def _bos(loaded: LoadedModel) -> int | None:
+    return getattr(loaded.tokenizer, "bos_token_id", None)
+
+
+def _windows(ids: list[int], bos: int | None, max_tokens: int) -> Iterator[list[int]]:
+    start = ids[:1] if ids[0] == bos else []
+    step = max_tokens - len(start)
+    for first in range(len(start), len(ids), step):
+        yield start + ids[first : first + step]
