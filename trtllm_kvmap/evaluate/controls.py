@@ -1,0 +1,152 @@
+"""Checks without which no figure means anything: run first, and the run stops when one fails."""
+
+from __future__ import annotations
+
+import filecmp
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trtllm_kvmap.artifact.kvmap import KvMap
+from trtllm_kvmap.errors import KvMapError, UnprovenError
+from trtllm_kvmap.evaluate import arms
+from trtllm_kvmap.evaluate.probe import Ready, ask
+from trtllm_kvmap.evaluate.reading import Reading
+from trtllm_kvmap.inject.hf_cache import view_pool
+from trtllm_kvmap.rotary import apply_rope, remove_rope
+
+PASSED = "passed"
+
+
+def run_controls(kvmap: KvMap, reading: Reading) -> dict[str, str]:
+    """{control: "passed"}. Raises UnprovenError that names the first control that fails, and
+    how.
+    """
+    for name, control in CONTROLS.items():
+        complaint = control(kvmap, reading)
+        if complaint:
+            raise _failed(name, complaint)
+    return dict.fromkeys(CONTROLS, PASSED)
+
+
+def check_wrong_document(figures: dict[str, dict[str, Any]]) -> str:
+    """ "passed", or why it cannot be judged. ``figures`` are the report's arms.
+
+    A stranger's document must not answer the questions: its accuracy may not lie above that of
+    knowing nothing, interval above interval. Without questions, its loss may not lie below the
+    loss of the right document. Raises UnprovenError.
+    """
+    wrong, nothing, right = (figures[arm] for arm in ("wrong_document", "no_context", "mapped"))
+    if "refused" in wrong:
+        return f"not judged: {wrong['refused']}"
+    worse, better = nothing["accuracy"], wrong["accuracy"]
+    if worse["high"] is not None and better["low"] is not None:
+        if better["low"] > worse["high"]:
+            raise _failed(
+                "wrong_document",
+                f"its accuracy, at least {better['low']:.3f}, lies above that of no context, at "
+                f"most {worse['high']:.3f}",
+            )
+        return PASSED
+    if wrong["nll"]["high"] is None or right["nll"]["low"] is None:
+        return "not judged: these items give no interval"
+    if wrong["nll"]["high"] < right["nll"]["low"]:
+        raise _failed(
+            "wrong_document",
+            f"its loss, at most {wrong['nll']['high']:.3f}, lies below that of the right document, "
+            f"at least {right['nll']['low']:.3f}",
+        )
+    return PASSED
+
+
+def _reinjection(kvmap: KvMap, reading: Reading) -> str:
+    """The target's own cache, taken out and put back, gives the same bits everywhere."""
+    native, again = reading.target, arms.reinjection(reading)
+    pools = [view_pool(ready.cache) for ready in (native, again)]
+    views = [pool.keys + pool.values for pool in pools]
+    if not all(torch.equal(a, b) for a, b in zip(*views, strict=True)):
+        return "the cache that was put back differs from the one that was taken out"
+    if not torch.equal(ask(again, reading.script.tree).log_probs, reading.answers.log_probs):
+        return "the target answers otherwise from its own cache put back"
+    return ""
+
+
+def _rope_round_trip(kvmap: KvMap, reading: Reading) -> str:
+    return _rope_complaint(reading, reading.source) or _rope_complaint(reading, reading.target)
+
+
+def _rope_complaint(reading: Reading, ready: Ready) -> str:
+    """Keys survive un-rotating and rotating; and un-rotated keys of layer 0, which depend on the
+    token alone, are equal wherever one token stands twice, or the rotation is not the model's.
+    """
+    spec, length = ready.model.spec, ready.model.rope_length(ready.position)
+    keys = view_pool(ready.cache).keys[0][0].double()
+    positions = torch.arange(ready.position, device=keys.device)
+    content = remove_rope(keys, positions, spec.rope, length)
+    scale = float(keys.abs().max())
+    again = apply_rope(content, positions, spec.rope, length)
+    if float((again - keys).abs().max()) > 1e-9 * scale:
+        return f"keys of {spec.name} change when RoPE is taken off and put on again"
+    # Models compute angles in float32 and may store keys in half precision.
+    allowed = (2e-3 if ready.model.model.dtype == torch.float32 else 5e-2) * scale
+    first: dict[int, int] = {}
+    for index, token in enumerate(reading.item.context):
+        origin = first.setdefault(token, index)
+        if float((content[:, index] - content[:, origin]).abs().max()) > allowed:
+            return (
+                f"{spec.name} does not rotate keys as its configuration says: token {token} has "
+                f"other un-rotated keys at position {index} than at {origin}"
+            )
+    return ""
+
+
+def _deterministic_bytes(kvmap: KvMap, reading: Reading) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        first, second = Path(folder) / "first", Path(folder) / "second"
+        kvmap.save(first)
+        kvmap.save(second)
+        same = filecmp.cmp(first, second, shallow=False)
+    return "" if same else "the same map saved twice gives two different files"
+
+
+def _corruption_detected(kvmap: KvMap, reading: Reading) -> str:
+    """One flipped bit, in the header, in the middle or at the end, keeps a file from loading."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "map"
+        kvmap.save(path)
+        size = path.stat().st_size
+        for offset in (100, size // 2, size - 1):
+            _flip(path, offset)
+            try:
+                KvMap.load(path, allow_unproven=True)
+            except KvMapError:
+                _flip(path, offset)
+            else:
+                return f"a saved map with one bit of byte {offset} flipped still loads"
+    return ""
+
+
+def _flip(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+def _failed(name: str, complaint: str) -> UnprovenError:
+    return UnprovenError(
+        f"The control {name} failed: {complaint}. No figure of this run can be trusted; mend the "
+        f"cause and evaluate again."
+    )
+
+
+CONTROLS: dict[str, Callable[[KvMap, Reading], str]] = {
+    "reinjection": _reinjection,
+    "rope_round_trip": _rope_round_trip,
+    "deterministic_bytes": _deterministic_bytes,
+    "corruption_detected": _corruption_detected,
+}

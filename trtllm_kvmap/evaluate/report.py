@@ -1,0 +1,166 @@
+"""The report a map earned: what report.json holds, and the table a terminal prints of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from trtllm_kvmap.artifact.whole import write_text
+from trtllm_kvmap.errors import FormatError, UnprovenError
+
+FigureJson = dict[str, float | None]  # value, low and high, see bootstrap.Figure
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The content of report.json, key by key. Everything in it is JSON.
+
+    ``arms`` holds every arm's figures, or {"refused": reason}. The figures beside it are those of
+    the arm, metric, N and S that ``config`` names. ``attention_cosine`` is {"mean", "worst",
+    "per_layer"}, ``kv_error`` that of kv_error.KvError, ``controls`` maps each control to "passed"
+    or to why it could not be judged, and ``kvmap`` says how the map was fitted.
+    """
+
+    arms: dict[str, dict[str, Any]]
+    gap_recovered: FigureJson
+    retention: FigureJson
+    retention_normalised: FigureJson
+    top1_agreement: FigureJson
+    perplexity_ratio: FigureJson
+    attention_cosine: dict[str, Any]
+    kv_error: dict[str, Any]
+    controls: dict[str, str]
+    config: dict[str, Any]
+    fingerprints: dict[str, Any]
+    kvmap: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @staticmethod
+    def from_json(entry: Any) -> Report:
+        """Raises FormatError for JSON that is no report of this version."""
+        names = {f.name for f in fields(Report)}
+        if not isinstance(entry, dict) or set(entry) != names:
+            raise FormatError(
+                f"This is not a report: it needs exactly the entries {', '.join(sorted(names))}. "
+                f"Write it again with `trtllm-kvmap evaluate`."
+            )
+        return Report(**entry)
+
+    def save(self, path: str | Path) -> None:
+        """Write report.json, whole or not at all."""
+        write_text(path, json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n")
+
+    @staticmethod
+    def load(path: str | Path) -> Report:
+        """Raises FormatError when there is no report at ``path``."""
+        try:
+            return Report.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+        except (OSError, ValueError) as error:
+            raise FormatError(f"{path} cannot be read as a report ({error}).") from error
+
+
+def evidence(report: Report) -> dict[str, Any]:
+    """What a KvMap keeps of ``report`` (KvMap.with_evidence): the figures, never without the two
+    models alone. Raises UnprovenError when a control did not pass.
+    """
+    failed = {name: said for name, said in report.controls.items() if said != "passed"}
+    if failed:
+        raise UnprovenError(
+            f"The report proves nothing about the map, because of the control "
+            f"{'; '.join(f'{name} ({said})' for name, said in failed.items())}. Evaluate it again "
+            f"on items that let every control be judged."
+        )
+    alone = {
+        name: {key: report.arms[name][key] for key in ("accuracy", "nll")}
+        for name in ("source", "target", "no_context")
+    }
+    cosine = report.attention_cosine
+    return {
+        "config": report.config,
+        "arms": alone,
+        "gap_recovered": report.gap_recovered,
+        "retention": report.retention,
+        "retention_normalised": report.retention_normalised,
+        "top1_agreement": report.top1_agreement,
+        "perplexity_ratio": report.perplexity_ratio,
+        "attention_cosine": {key: cosine[key] for key in ("mean", "worst")},
+        "controls": report.controls,
+    }
+
+
+# Plain retention counts guessing and flatters; report.json and the page have it beside these.
+COLUMNS = {
+    "accuracy": "accuracy",
+    "gap_recovered": "gap recovered",
+    "retention_normalised": "above chance",
+    "nll": "NLL",
+    "top1_agreement": "top-1",
+}
+
+
+def shown_columns(report: Report) -> dict[str, str]:
+    """The columns of a table of arms that any arm has a value for, with their headings."""
+    scored = [arm for arm in report.arms.values() if "refused" not in arm]
+    return {
+        key: heading
+        for key, heading in COLUMNS.items()
+        if any(arm[key]["value"] is not None for arm in scored)
+    }
+
+
+def table(report: Report) -> Table:
+    """All arms, one a row, for a rich console of 80 columns; intervals where the gap and its metric
+    stand.
+    """
+    config = report.config
+    columns = shown_columns(report)
+    refused = [f"{name}: {a['refused']}" for name, a in report.arms.items() if "refused" in a]
+    shown = Table(
+        title=Text(
+            f"{config['source']} to {config['target']}, {config['num_items']} contexts, gap "
+            f"recovered in {config['metric']}"
+        ),
+        caption=Text(
+            "\n".join(
+                [
+                    "[low, high]: 95 % interval over contexts; above chance: retention without "
+                    "guessing",
+                    *refused,
+                ]
+            )
+        ),
+        title_justify="left",
+        caption_justify="left",
+        box=None,
+        padding=(0, 1, 0, 0),
+    )
+    shown.add_column("arm", no_wrap=True)
+    for heading in columns.values():
+        shown.add_column(Text(heading), justify="right")
+    with_interval = (config["metric"], "gap_recovered")
+    for name, arm in report.arms.items():
+        if "refused" in arm:
+            shown.add_row(name, "refused", style="dim")
+            continue
+        cells = [Text(written(arm[key], interval=key in with_interval)) for key in columns]
+        shown.add_row(name, *cells, style="bold" if name == config["arm"] else None)
+    return shown
+
+
+def written(entry: FigureJson, *, interval: bool) -> str:
+    """``0.71 [0.64, 0.78]``; a dash where the items cannot tell."""
+    value, low, high = entry["value"], entry["low"], entry["high"]
+    if value is None:
+        return "-"
+    if not interval:
+        return f"{value:.3f}"
+    if low is None or high is None:
+        return f"{value:.3f} [unresolved]"
+    return f"{value:.3f} [{low:.2f}, {high:.2f}]"

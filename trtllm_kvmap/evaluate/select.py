@@ -1,0 +1,135 @@
+"""Chooses k, n, ridge and scope by the target's own loss, on items that no report will see."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from trtllm_kvmap.artifact.kvmap import KvMap
+from trtllm_kvmap.artifact.moments import MomentSet
+from trtllm_kvmap.decode.bridge import KvBridge
+from trtllm_kvmap.errors import InputError, KvMapError, MismatchError
+from trtllm_kvmap.evaluate.arms import Arm, mapped
+from trtllm_kvmap.evaluate.items import Item
+from trtllm_kvmap.evaluate.reading import Outcome, Reading, judge, read_item
+from trtllm_kvmap.evaluate.run import EvaluationConfig, require_scorable
+from trtllm_kvmap.evaluate.summary import Draws, gap, mean_cosines
+from trtllm_kvmap.fit import FitConfig, fit
+from trtllm_kvmap.models import LoadedModel
+from trtllm_kvmap.spec.plan import plan_handoff
+
+FIGURES = ("parameters", "r2_key", "r2_value", "nll", "accuracy", "gap_recovered")
+
+
+def select(
+    moments: MomentSet,
+    candidates: Sequence[FitConfig],
+    source: LoadedModel,
+    target: LoadedModel,
+    items: Sequence[Item],
+    config: EvaluationConfig,
+    on_candidate: Callable[[int, int], None] | None = None,
+) -> tuple[KvMap, list[dict[str, Any]]]:
+    """The best of ``candidates`` and the table of all of them, one row each, in order.
+
+    Each is fitted from the same ``moments`` and hands ``items`` over with the S and N of
+    ``config``; the lowest NLL of the continuations wins (without continuations the highest
+    accuracy). The map's ``fitted`` keeps the table, the winner's attention-output cosine by layer,
+    and the digests of the items, so that evaluate refuses to report on them. In memory are two maps
+    and, for all items, the caches of both models.
+
+    A candidate that does not suit the pair or the moments is a row with its reason; raises
+    MismatchError when none is left. ``on_candidate(done, total)`` is called after each.
+    """
+    if not candidates:
+        raise InputError("There are no candidates to choose from; give at least one.")
+    require_scorable(items, config.metric)
+    readings = [
+        read_item(source, target, item, (), rollout_steps=config.rollout_steps) for item in items
+    ]
+    alone = {
+        "source": _sums(_judge(lambda reading: reading.source, readings, config)),
+        "target": _sums(_judge(lambda reading: reading.target, readings, config)),
+    }
+    table: list[dict[str, Any]] = []
+    least, best, best_row, best_outcomes = math.inf, None, {}, []
+    for number, candidate in enumerate(candidates):
+        row: dict[str, Any] = {"chosen": False, "config": asdict(candidate), "refused": None}
+        row |= dict.fromkeys(FIGURES)
+        table.append(row)
+        try:
+            kvmap = fit(moments, candidate)
+        except KvMapError as error:
+            row["refused"] = str(error)
+        else:
+            outcomes = _judge(_arm(kvmap, source, target, config), readings, config)
+            row |= _figures(kvmap, _sums(outcomes), alone, config.metric)
+            loss = -row["accuracy"] if row["nll"] is None else row["nll"]
+            if loss < least:
+                least, best, best_row, best_outcomes = loss, kvmap, row, outcomes
+        if on_candidate is not None:
+            on_candidate(number + 1, len(candidates))
+    if best is None:
+        raise MismatchError(
+            f"None of the {len(candidates)} candidates gives a map; the first one: "
+            f"{table[0]['refused'] or 'its loss is not a number'}"
+        )
+    best_row["chosen"] = True
+    fitted = {
+        **best.fitted,
+        "candidates": table,
+        "selection": {
+            "items": len(items),
+            "S": config.first_tokens,
+            "N": config.repair_window,
+            "metric": config.metric,
+            **{
+                name: {"nll": _value(sums.nll), "accuracy": _value(sums.accuracy)}
+                for name, sums in alone.items()
+            },
+        },
+        "selected_on": [item.digest for item in items],
+        "attention_cosine": mean_cosines([outcome.cosines for outcome in best_outcomes]),
+    }
+    return replace(best, fitted=fitted), table
+
+
+def _arm(kvmap: KvMap, source: LoadedModel, target: LoadedModel, config: EvaluationConfig) -> Arm:
+    bridge = KvBridge(kvmap, source=source, target=target, backend=config.backend)
+    planner = partial(
+        plan_handoff, first_tokens=config.first_tokens, repair_window=config.repair_window
+    )
+    return partial(mapped, bridge, planner)
+
+
+def _judge(arm: Arm, readings: Sequence[Reading], config: EvaluationConfig) -> list[Outcome]:
+    return [
+        judge(arm(reading), reading, length_normalised=config.length_normalised)
+        for reading in readings
+    ]
+
+
+def _sums(outcomes: Sequence[Outcome]) -> Draws:
+    once = np.ones((1, len(outcomes)), dtype=np.int64)
+    return Draws([outcome.score for outcome in outcomes], once)
+
+
+def _figures(kvmap: KvMap, sums: Draws, alone: dict[str, Draws], metric: str) -> dict[str, Any]:
+    r2 = kvmap.fitted["r2"]
+    recovered = gap(sums, alone["source"], alone["target"], metric)
+    values = (
+        kvmap.num_parameters,
+        r2["key"]["mean"],
+        r2["value"]["mean"],
+        *map(_value, (sums.nll, sums.accuracy, recovered)),
+    )
+    return dict(zip(FIGURES, values, strict=True))
+
+
+def _value(values: np.ndarray) -> float | None:
+    return float(values[0]) if np.isfinite(values[0]) else None
