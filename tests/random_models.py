@@ -111,4 +111,6 @@ def make_config(
             if moved in rope and rope["rope_type"] in ("default", "longrope"):
                 entries[moved] = rope.pop(moved)
         entries["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+        if architecture == "phi3":  # it knows the kind by its older name only
+            rope["type"] = rope.pop("rope_type")
     return transformers.CONFIG_MAPPING[architecture](**entries)

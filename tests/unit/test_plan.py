@@ -1,0 +1,68 @@
+"""A hand-over plan: four ranges that share out the prompt."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trtllm_kvmap.errors import InputError
+from trtllm_kvmap.spec.plan import HandoffPlan, plan_handoff
+
+sizes = st.integers(0, 300)
+
+
+@given(data=st.data(), num_tokens=sizes, first=sizes, repair=sizes, block=st.integers(1, 64))
+@settings(deadline=None, max_examples=300)
+def test_every_plan_shares_out_the_prompt(
+    data: st.DataObject, num_tokens: int, first: int, repair: int, block: int
+) -> None:
+    spliced = data.draw(st.integers(0, num_tokens))
+    plan = plan_handoff(
+        num_tokens,
+        spliced=spliced,
+        first_tokens=first,
+        repair_window=repair,
+        tokens_per_block=block,
+    )
+    ranges = [plan.spliced, plan.first, plan.mapped, plan.repaired]
+    assert [token for part in ranges for token in part] == list(range(num_tokens))
+    # Empty ranges stand in order too: a host may read their ends.
+    ends = [0, *(end for part in ranges for end in (part.start, part.stop)), num_tokens]
+    assert ends == sorted(ends)
+    last = num_tokens - 1
+    assert num_tokens == 0 or last in plan.repaired
+    held = {*plan.spliced, *plan.first}
+    assert all((token in plan.spliced) == (token < spliced) for token in range(last))
+    assert all((token in held) == (token < max(first, spliced)) for token in range(last))
+    if plan.mapped:
+        assert plan.mapped.stop % block == 0
+        assert num_tokens - plan.mapped.stop >= max(repair, 1)
+        # No whole block more could have been mapped.
+        assert num_tokens - plan.mapped.stop < max(repair, 1) + block
+
+
+def test_the_last_token_is_computed_even_without_repair() -> None:
+    plan = plan_handoff(100, repair_window=0)
+    assert plan == HandoffPlan(100, range(0), range(0, 1), range(1, 99), range(99, 100))
+
+
+def test_a_usual_prompt() -> None:
+    plan = plan_handoff(1000, spliced=100, first_tokens=4, repair_window=32, tokens_per_block=32)
+    assert plan == HandoffPlan(1000, range(100), range(100, 100), range(100, 960), range(960, 1000))
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        ({"num_tokens": -1}, "num_tokens must not be negative, got -1"),
+        ({"num_tokens": 9, "spliced": -1}, "spliced must not be negative"),
+        ({"num_tokens": 9, "first_tokens": -1}, "first_tokens must not be negative"),
+        ({"num_tokens": 9, "repair_window": -1}, "repair_window must not be negative"),
+        ({"num_tokens": 9, "tokens_per_block": 0}, "tokens_per_block must be at least 1, got 0"),
+        ({"num_tokens": 9, "spliced": 10}, "has 9 tokens but 10 are said to be spliced"),
+    ],
+)
+def test_contradictory_counts_are_refused(counts: dict[str, int], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        plan_handoff(**counts)
