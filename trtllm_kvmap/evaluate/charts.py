@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from contextlib import AbstractContextManager
 from typing import Any
 
 import matplotlib
@@ -15,7 +16,6 @@ from trtllm_kvmap.evaluate.report import Report
 INK, MUTED, ACCENT = "#1c2733", "#a9b4c0", "#2f6f9f"
 STYLE: Any = {
     "svg.fonttype": "none",
-    "svg.hashsalt": "trtllm_kvmap",  # equal reports give equal bytes
     "font.family": "sans-serif",
     "font.size": 10,
     "axes.spines.top": False,
@@ -33,7 +33,7 @@ def bars_of_arms(report: Report) -> str:
     metric = report.config["metric"]
     arms = {name: arm[metric] for name, arm in report.arms.items() if "refused" not in arm}
     arms = {name: entry for name, entry in arms.items() if entry["value"] is not None}
-    with matplotlib.rc_context(STYLE):
+    with _style("arms"):
         figure = Figure(figsize=(7.2, 0.8 + 0.32 * len(arms)), layout="constrained")
         axes = figure.add_subplot()
         names, values = list(arms), [entry["value"] for entry in arms.values()]
@@ -60,7 +60,7 @@ def bars_of_arms(report: Report) -> str:
 def cosine_by_layer(report: Report) -> str:
     """The attention-output cosine of the report's arm against the native target, by layer."""
     cosines = report.attention_cosine["per_layer"]
-    with matplotlib.rc_context(STYLE):
+    with _style("cosines"):
         figure = Figure(figsize=(7.2, 2.6), layout="constrained")
         axes = figure.add_subplot()
         axes.plot(range(len(cosines)), cosines, color=ACCENT, marker="o", markersize=4)
@@ -69,6 +69,11 @@ def cosine_by_layer(report: Report) -> str:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_ylim(min(0.0, *cosines), 1.02)
         return _svg(figure, "attention-output cosine by layer")
+
+
+def _style(chart: str) -> AbstractContextManager[None]:
+    """Equal reports give equal bytes, and no two charts share an id."""
+    return matplotlib.rc_context({**STYLE, "svg.hashsalt": chart})
 
 
 def _reach(entry: dict[str, Any]) -> tuple[float, float]:
@@ -83,6 +88,7 @@ def _svg(figure: Figure, title: str) -> str:
     svg = buffer.getvalue()
     box = re.search(r'viewBox="([^"]*)"', svg)
     body = svg[svg.index("<defs>") :]  # html needs neither XML prolog, namespaces nor metadata
-    body = re.sub(r'<g id="[^"]*">', "<g>", body)  # two charts on a page would share these ids
+    # Two charts on one page would share the ids that nothing in them refers to.
+    body = re.sub(r' id="([^"]*)"', lambda found: found[0] if f"#{found[1]}" in body else "", body)
     size = box.group(1) if box else "0 0 500 300"
     return f'<svg viewBox="{size}" role="img" aria-label="{title}">{body}'

@@ -130,7 +130,7 @@ def table(report: Report) -> Table:
         caption=Text(
             "\n".join(
                 [
-                    "[low, high]: 95 % interval over contexts; above chance: retention without "
+                    "[low high]: 95 % interval over contexts; above chance: retention without "
                     "guessing",
                     *refused,
                 ]
@@ -139,11 +139,12 @@ def table(report: Report) -> Table:
         title_justify="left",
         caption_justify="left",
         box=None,
-        padding=(0, 1, 0, 0),
+        padding=(0, 0, 0, 1),
+        pad_edge=False,
     )
     shown.add_column("arm", no_wrap=True)
     for heading in columns.values():
-        shown.add_column(Text(heading), justify="right")
+        shown.add_column(Text(heading.replace(" ", "\n")), justify="right")
     with_interval = (config["metric"], "gap_recovered")
     for name, arm in report.arms.items():
         if "refused" in arm:
@@ -155,12 +156,12 @@ def table(report: Report) -> Table:
 
 
 def written(entry: FigureJson, *, interval: bool) -> str:
-    """``0.71 [0.64, 0.78]``; a dash where the items cannot tell."""
+    """``0.71 [0.64 0.78]``; a dash where the items cannot tell."""
     value, low, high = entry["value"], entry["low"], entry["high"]
     if value is None:
         return "-"
     if not interval:
         return f"{value:.3f}"
     if low is None or high is None:
-        return f"{value:.3f} [unresolved]"
-    return f"{value:.3f} [{low:.2f}, {high:.2f}]"
+        return f"{value:.2f} [unresolved]"
+    return f"{value:.2f} [{low:.2f} {high:.2f}]"
