@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from trtllm_kvmap.artifact.whole import whole_file
 from trtllm_kvmap.errors import FormatError
 
 HEADER_KEY = "trtllm_kvmap"
@@ -33,19 +32,11 @@ def write_container(
 
     The file appears under its name only when it is complete: it is written beside it and renamed.
     """
-    path = Path(path)
     ready = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     digest = _digest(kind, version, content, ready)
     header = {"kind": kind, "version": version, "digest": digest, "content": content}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
-    try:
+    with whole_file(path) as temporary:
         save_file(ready, temporary, metadata={HEADER_KEY: _canonical(header)})
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
     return digest
 
 

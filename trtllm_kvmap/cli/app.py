@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from trtllm_kvmap.artifact.whole import write_text
 from trtllm_kvmap.errors import KvMapError
 
 Result = TypeVar("Result")
@@ -59,10 +60,7 @@ def write_json(path: Path | None, value: Any) -> None:
     """Write ``value`` to ``path``, whole or not at all; nothing when no path was given."""
     if path is None:
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.part")
-    beside.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
-    beside.replace(path)
+    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
     console.print(f"Wrote {path}", highlight=False)
 
 

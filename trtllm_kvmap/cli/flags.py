@@ -55,7 +55,7 @@ def _options(config_type: type) -> list[inspect.Parameter]:
     for field in dataclasses.fields(config_type):
         kind, default = hints[field.name], field.default
         if get_origin(kind) is tuple:
-            kind, default = list[get_args(kind)[0]], list(field.default)  # type: ignore[misc,call-overload]
+            kind, default = list[get_args(kind)[0]], list(default)  # type: ignore[misc,arg-type]
         option = typer.Option(help=field.metadata.get("help"))
         options.append(
             inspect.Parameter(

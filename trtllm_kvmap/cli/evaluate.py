@@ -1,0 +1,65 @@
+"""`trtllm-kvmap evaluate`"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trtllm_kvmap.artifact.kvmap import KvMap
+from trtllm_kvmap.artifact.whole import write_text
+from trtllm_kvmap.cli.app import (
+    JsonOption,
+    SourceOption,
+    TargetOption,
+    console,
+    progress,
+    verb,
+    write_json,
+)
+from trtllm_kvmap.cli.flags import config_flags
+from trtllm_kvmap.evaluate.page import html as page
+from trtllm_kvmap.evaluate.report import evidence, table
+from trtllm_kvmap.evaluate.run import EvaluationConfig
+from trtllm_kvmap.evaluate.run import evaluate as run_evaluation
+from trtllm_kvmap.evaluate.tasks import TaskConfig, read_items
+from trtllm_kvmap.models import load_model
+
+
+@verb
+@config_flags(task_config=TaskConfig, config=EvaluationConfig)
+def evaluate(
+    kvmap: Annotated[Path, typer.Argument(help="a .kvmap.safetensors file")],
+    source: SourceOption,
+    target: TargetOption,
+    task_config: TaskConfig,
+    config: EvaluationConfig,
+    json: JsonOption = None,
+    html: Annotated[Path | None, typer.Option(help="write the report here as one page")] = None,
+    attach: Annotated[
+        bool, typer.Option("--attach", help="store the evidence in the map, if controls passed")
+    ] = False,
+) -> None:
+    """Judge a map: every arm and every control, on items that neither fit nor selection saw."""
+    loaded = KvMap.load(kvmap, allow_unproven=True)
+    source_model, target_model = load_model(source), load_model(target)
+    items = read_items(task_config, target_model.tokenizer)
+    with progress() as bar:
+        task = bar.add_task("evaluate", total=len(items))
+        report = run_evaluation(
+            loaded,
+            source_model,
+            target_model,
+            items,
+            config,
+            on_item=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    console.print(table(report))
+    write_json(json, report.to_json())
+    if html is not None:
+        write_text(html, page(report))
+        console.print(f"Wrote {html}", highlight=False)
+    if attach:
+        loaded.with_evidence(evidence(report)).save(kvmap)
+        console.print(f"Stored the evidence in {kvmap}", highlight=False)

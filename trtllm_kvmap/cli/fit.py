@@ -1,0 +1,106 @@
+"""`trtllm-kvmap fit`"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from trtllm_kvmap.artifact.kvmap import KvMap
+from trtllm_kvmap.artifact.moments import MomentSet
+from trtllm_kvmap.cli.app import JsonOption, console, progress, verb, write_json
+from trtllm_kvmap.cli.flags import config_flags
+from trtllm_kvmap.cli.inspect import describe
+from trtllm_kvmap.errors import InputError
+from trtllm_kvmap.evaluate.run import EvaluationConfig
+from trtllm_kvmap.evaluate.select import select
+from trtllm_kvmap.evaluate.tasks import TaskConfig, read_items
+from trtllm_kvmap.fit import FitConfig
+from trtllm_kvmap.fit import fit as run_fit
+from trtllm_kvmap.fit.estimate import estimate_fit
+from trtllm_kvmap.fit.grid import FitGrid
+from trtllm_kvmap.models import load_model
+
+
+@verb
+@config_flags(grid=FitGrid, task_config=TaskConfig, config=EvaluationConfig)
+def fit(
+    moments: Annotated[list[Path], typer.Argument(help=".moments.safetensors files of one pair")],
+    out: Annotated[Path, typer.Option(help="the .kvmap.safetensors file to write")],
+    grid: FitGrid,
+    task_config: TaskConfig,
+    config: EvaluationConfig,
+    source: Annotated[str | None, typer.Option(help="source model, to choose candidates")] = None,
+    target: Annotated[str | None, typer.Option(help="target model, to choose candidates")] = None,
+    estimate: Annotated[bool, typer.Option("--estimate", help="print RAM and time, stop")] = False,
+    json: JsonOption = None,
+) -> None:
+    """Solve moments for a map. With several candidates, choose by the target's own held-out loss.
+
+    The items of --task choose among the candidates; evaluate refuses to report on them.
+    """
+    candidates = grid.candidates()
+    if estimate:
+        _print_estimates(moments, candidates)
+        return
+    if len(candidates) == 1:
+        kvmap = run_fit((MomentSet.load(path) for path in moments), candidates[0])
+    else:
+        kvmap = _choose(moments, candidates, source, target, task_config, config)
+    kvmap.save(out)
+    console.print(f"Wrote {out}: {kvmap.scope}, {kvmap.num_parameters:,} parameters")
+    write_json(json, describe(kvmap))
+
+
+def _choose(
+    moments: list[Path],
+    candidates: list[FitConfig],
+    source: str | None,
+    target: str | None,
+    task_config: TaskConfig,
+    config: EvaluationConfig,
+) -> KvMap:
+    if source is None or target is None:
+        raise InputError(
+            f"{len(candidates)} candidates need both models to choose among them: give --source "
+            f"and --target, or one value for each of --scope, --k, --n and --ridge."
+        )
+    if len(moments) > 1:
+        raise InputError("Candidates are chosen from one moments file; give one, or one candidate.")
+    loaded = load_model(source), load_model(target)
+    items = read_items(task_config, loaded[1].tokenizer)
+    with progress() as bar:
+        task = bar.add_task("choose", total=len(candidates))
+        kvmap, rows = select(
+            MomentSet.load(moments[0]),
+            candidates,
+            *loaded,
+            items,
+            config,
+            on_candidate=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    for row in rows:
+        console.print(_line(row), highlight=False)
+    return kvmap
+
+
+def _line(row: dict[str, Any]) -> str:
+    config = row["config"]
+    name = f"{config['scope']} k={config['k']} n={config['n']} ridge={config['ridge']:g}"
+    if row["refused"]:
+        return f"  {name}: refused: {row['refused']}"
+    mark = "->" if row["chosen"] else "  "
+    figures = " ".join(
+        f"{key} {row[key]:.4g}"
+        for key in ("nll", "accuracy", "gap_recovered")
+        if row[key] is not None
+    )
+    return f"{mark} {name}: {figures}"
+
+
+def _print_estimates(moments: list[Path], candidates: list[FitConfig]) -> None:
+    shards = [MomentSet.load(path) for path in moments]
+    for candidate in candidates:
+        for shard in shards:
+            console.print(estimate_fit(shard.source, shard.target, candidate).text())

@@ -1,0 +1,100 @@
+"""`trtllm-kvmap generate`"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from trtllm_kvmap.artifact.kvmap import KvMap
+from trtllm_kvmap.cli.app import (
+    JsonOption,
+    SourceOption,
+    TargetOption,
+    UnprovenOption,
+    console,
+    verb,
+    write_json,
+)
+from trtllm_kvmap.cli.flags import config_flags
+from trtllm_kvmap.decode.bridge import KvBridge
+from trtllm_kvmap.decode.generate import generate as continue_from
+from trtllm_kvmap.decode.prefill import prefill
+from trtllm_kvmap.errors import InputError
+from trtllm_kvmap.models import load_model
+from trtllm_kvmap.spec.plan import plan_handoff
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateConfig:
+    """How a prompt is handed over and continued."""
+
+    max_new_tokens: int = field(default=32, metadata={"help": "tokens to generate, greedily"})
+    first_tokens: int = field(default=1, metadata={"help": "S: first tokens the target computes"})
+    repair_window: int = field(default=32, metadata={"help": "N: last tokens the target computes"})
+    backend: str = field(default="cpu", metadata={"help": "which backend runs the map"})
+
+
+@verb
+@config_flags(config=GenerateConfig)
+def generate(
+    kvmap: Annotated[Path, typer.Argument(help="a .kvmap.safetensors file")],
+    source: SourceOption,
+    target: TargetOption,
+    config: GenerateConfig,
+    prompt: Annotated[str, typer.Option(help="the prompt, as text")] = "",
+    prompt_file: Annotated[Path | None, typer.Option(help="read the prompt from a file")] = None,
+    allow_unproven: UnprovenOption = False,
+    json: JsonOption = None,
+) -> None:
+    """The source reads a prompt, the target goes on from the mapped cache."""
+    loaded = KvMap.load(kvmap, allow_unproven=allow_unproven)
+    bridge = KvBridge(
+        loaded, source=load_model(source), target=load_model(target), backend=config.backend
+    )
+    tokenizer: Any = bridge.target.tokenizer
+    if tokenizer is None:
+        raise InputError(f"{bridge.target.name} has no tokenizer, so a text cannot be read.")
+    text = _prompt_text(prompt, prompt_file)
+    ids = tokenizer(text, return_tensors="pt").input_ids[0]
+    if not len(ids):
+        raise InputError("The prompt has no token; give some text.")
+    plan = plan_handoff(
+        len(ids), first_tokens=config.first_tokens, repair_window=config.repair_window
+    )
+    read = prefill(bridge.source, ids, logits_to_keep=1)
+    handoff = bridge.hand_over(read.cache, ids, plan)
+    stops = {tokenizer.eos_token_id} - {None}
+    tokens = continue_from(
+        bridge.target, handoff.cache, handoff.logits, config.max_new_tokens, eos_token_ids=stops
+    )
+    answer = tokenizer.decode(tokens)
+    console.print(answer, markup=False, highlight=False)
+    write_json(
+        json,
+        {
+            "text": answer,
+            "token_ids": tokens,
+            "tokens": {
+                "prompt": len(ids),
+                "first": len(plan.first),
+                "mapped": len(plan.mapped),
+                "repaired": len(plan.repaired),
+                "sink": handoff.sink_tokens,
+            },
+            "seconds": handoff.seconds,
+        },
+    )
+
+
+def _prompt_text(prompt: str, prompt_file: Path | None) -> str:
+    if bool(prompt) == (prompt_file is not None):
+        raise InputError("Give the prompt once: either --prompt TEXT or --prompt-file FILE.")
+    if prompt_file is None:
+        return prompt
+    try:
+        return prompt_file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"The prompt cannot be read from {prompt_file}: {error}.") from error

@@ -1,0 +1,55 @@
+"""A grid of candidate fits. The fields are the flags of `trtllm-kvmap fit`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Literal
+
+from trtllm_kvmap.fit.config import FitConfig
+
+
+@dataclass(frozen=True, slots=True)
+class FitGrid:
+    """Every combination of the values given; an axis counts only for the scopes that read it."""
+
+    scope: tuple[str, ...] = field(
+        default=("slice",), metadata={"help": "copy, head, pooled or slice; may be repeated"}
+    )
+    k: tuple[int, ...] = field(
+        default=(4,), metadata={"help": "source layers a head reads (head, pooled); repeatable"}
+    )
+    n: tuple[int, ...] = field(
+        default=(12,), metadata={"help": "slices a head reads (slice); repeatable"}
+    )
+    ridge: tuple[float, ...] = field(
+        default=(1e-3,),
+        metadata={"help": "penalty, relative to each slice's mean variance; repeatable"},
+    )
+    fields: Literal["same", "both"] = field(
+        default="same", metadata={"help": "read keys for keys and values for values, or both"}
+    )
+    own_slices: bool = field(
+        default=True, metadata={"help": "also read the target's own layer 0 (slice)"}
+    )
+    dtype: Literal["float32", "float16", "bfloat16"] = field(
+        default="float32", metadata={"help": "type the weights are stored in"}
+    )
+
+    def candidates(self) -> list[FitConfig]:
+        """The distinct configurations, in order. Raises InputError as FitConfig does."""
+        found: dict[FitConfig, None] = {}
+        for scope, k, n, ridge in product(self.scope, self.k, self.n, self.ridge):
+            learned = scope != "copy"
+            found[
+                FitConfig(
+                    scope=scope,
+                    k=k if scope in ("head", "pooled") else self.k[0],
+                    n=n if scope == "slice" else self.n[0],
+                    ridge=ridge if learned else self.ridge[0],
+                    fields=self.fields,
+                    own_slices=self.own_slices,
+                    dtype=self.dtype,
+                )
+            ] = None
+        return list(found)
