@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "trtllm_kvmap"
 FLOORS = {
     "errors": 1,
+    "machine": 2,
     "spec": 2,
     "tiny": 2,
     "artifact": 3,

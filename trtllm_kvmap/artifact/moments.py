@@ -90,8 +90,8 @@ class MomentSet:
     .moments.safetensors file.
 
     ``record`` is JSON: ``config`` (the calibration's), ``text`` (a list of digests), ``documents``
-    and ``tokens`` (counts). ``token_table`` and ``sinks`` are the target's own, measured in the same pass; a fit hands
-    them on to the map.
+    and ``tokens`` (counts). ``token_table`` and ``sinks`` are the target's own, measured in the
+    same pass; a fit hands them on to the map.
     """
 
     source: ModelSpec

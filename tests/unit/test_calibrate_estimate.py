@@ -1,0 +1,135 @@
+"""Estimates against what really comes out, and against the sizes of a large pair."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from trtllm_kvmap.calibrate.config import CalibrationConfig
+from trtllm_kvmap.calibrate.estimate import CalibrationEstimate, estimate_calibration
+from trtllm_kvmap.calibrate.run import calibrate
+from trtllm_kvmap.errors import MismatchError
+from trtllm_kvmap.machine import matmul_rate, say_bytes, say_seconds, total_memory
+from trtllm_kvmap.models import LoadedModel
+from trtllm_kvmap.spec.model import ModelSpec
+from trtllm_kvmap.spec.rope import RopeParams
+
+GB = 10**9
+
+
+def qwen3(name: str, layers: int, heads: int) -> ModelSpec:
+    rope = RopeParams(rotary_dim=128)
+    return ModelSpec(name, "qwen3", layers, heads, 8, 128, 151_936, 40_960, rope, "bfloat16")
+
+
+SMALL, LARGE = qwen3("Qwen3-14B", 40, 40), qwen3("Qwen3-32B", 64, 64)
+
+
+def estimate(config: CalibrationConfig, available: int) -> CalibrationEstimate:
+    return estimate_calibration(
+        SMALL, LARGE, config, tokens=1_000_000, flops_per_second=1e12, available=available
+    )
+
+
+def test_the_file_is_as_large_as_estimated(
+    random_model: Callable[..., LoadedModel], tmp_path: Path
+) -> None:
+    pair = random_model(layers=4, seed=1), random_model(layers=3, head_dim=32, seed=2)
+    for config in (CalibrationConfig(), CalibrationConfig(joint=True, layers=(0, 2))):
+        cost = estimate_calibration(
+            *(m.spec for m in pair), config, tokens=10, flops_per_second=1e9, available=GB
+        )
+        moments = calibrate(*pair, [[1] * 9], config, tmp_path / "m")
+        held = [t for part in moments.parts for t in part.moments.tensors()]
+        assert cost.moments_bytes == sum(t.numel() * t.element_size() for t in held)
+        assert cost.fits
+        assert cost.shard is None
+        assert 0 < (tmp_path / "m").stat().st_size - cost.moments_bytes < 120_000
+
+
+def test_a_large_pair_does_not_fit_jointly_and_a_shard_is_named() -> None:
+    joint = estimate(CalibrationConfig(joint=True), 64 * GB)
+    width, targets = 2 * (40 + 1) * 8 * 128, 2 * 64 * 8 * 128
+    assert joint.moments_bytes == pytest.approx(8 * width * (width + targets), rel=1e-4)
+    assert joint.moments_bytes > 100 * GB
+    assert joint.shard is not None
+    assert joint.shard.memory_bytes <= 64 * GB
+    # Even one joint gram is 56 GB; keys and values apart fit in bands.
+    assert (joint.shard.config.joint, joint.shard.config.scope) == (False, "all")
+    text = " ".join(joint.sentences())
+    assert "The moments take 144 GB" in text
+    assert "more memory than the 64 GB at hand" in text
+    assert "What fits: --layers 0 --layers 32; 2 runs, a layer band each" in text
+
+
+@pytest.mark.parametrize(
+    ("available", "config", "runs", "flags"),
+    [
+        (200, CalibrationConfig(joint=True), 1, ""),
+        (100, CalibrationConfig(joint=True), 4, "--joint --layers 0 --layers 16;"),
+        (40, CalibrationConfig(), 8, "--layers 0 --layers 8;"),
+        (20, CalibrationConfig(), 1, "--scope head; 1 run,"),
+        (8, CalibrationConfig(), 4, "--scope head --layers 0 --layers 16; 4 runs"),
+        (40, CalibrationConfig(layers=(32, 64)), 4, "--layers 32 --layers 40; 4 runs"),
+    ],
+)
+def test_the_shard_gives_up_as_little_as_fits(
+    available: int, config: CalibrationConfig, runs: int, flags: str
+) -> None:
+    cost = estimate(config, available * GB)
+    if not flags:
+        assert cost.fits
+        return
+    assert cost.shard is not None
+    assert cost.shard.runs == runs
+    assert flags in cost.sentences()[-1]
+    again = estimate(cost.shard.config, available * GB)
+    assert again.fits
+    assert again.memory_bytes == cost.shard.memory_bytes
+
+
+def test_nothing_fits_a_tiny_machine() -> None:
+    cost = estimate(CalibrationConfig(), GB // 10)
+    assert cost.shard is None
+    assert "No shard of this pair fits" in cost.sentences()[-1]
+
+
+def test_unequal_heads_are_not_sharded_by_head() -> None:
+    other = replace(LARGE, num_kv_heads=4)
+    options = {"tokens": 10, "flops_per_second": 1e12, "available": 10 * GB}
+    cost = estimate_calibration(SMALL, other, CalibrationConfig(), **options)
+    assert cost.shard is None
+    with pytest.raises(MismatchError, match="equally many KV heads"):
+        estimate_calibration(SMALL, other, CalibrationConfig(scope="head"), **options)
+
+
+def test_time_goes_with_tokens_and_the_rate() -> None:
+    once = estimate(CalibrationConfig(), 200 * GB)
+    # 12.6 + 51.5 billion weights by rule of thumb, twice each a token, and the sums.
+    assert once.seconds == pytest.approx(1e6 * (2 * 64.1e9 + 14.5e9) / 1e12, rel=0.01)
+    assert "1,000,000 tokens takes about 39.7 hours" in " ".join(once.sentences())
+
+
+def test_the_machine_is_measured() -> None:
+    assert matmul_rate(torch.float32, 0.01) > 1e8
+    assert total_memory() > 10**8
+
+
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [(0, "0 bytes"), (999, "999 bytes"), (6_700_000_000, "6.7 GB"), (1.4e13, "14 TB")],
+)
+def test_bytes_in_words(count: float, said: str) -> None:
+    assert say_bytes(count) == said
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0.01, "1 seconds"), (89, "89 seconds"), (600, "10 minutes"), (9000, "2.5 hours")],
+)
+def test_seconds_in_words(seconds: float, said: str) -> None:
+    assert say_seconds(seconds) == said

@@ -1,0 +1,149 @@
+"""What a calibration will cost, from two specs and a configuration, before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from trtllm_kvmap.calibrate.accumulate import ROWS
+from trtllm_kvmap.calibrate.config import CalibrationConfig
+from trtllm_kvmap.calibrate.parts import PartPlan, plan_parts
+from trtllm_kvmap.machine import say_bytes, say_seconds
+from trtllm_kvmap.spec.model import ModelSpec
+
+# Into how many runs, one layer band each, a calibration is cut at most: every run reads all text.
+MOST_RUNS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """``runs`` calibrations, one after another, each like ``config`` with a layer band of its own;
+    ``memory_bytes`` is what one of them needs.
+    """
+
+    config: CalibrationConfig
+    runs: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationEstimate:
+    """``moments_bytes`` is the file; ``memory_bytes`` comes on top of the two loaded models;
+    ``disk_bytes`` counts a checkpoint beside the file. ``shard`` is a way that fits ``available``
+    bytes when the configuration does not (None: it fits, or nothing does).
+    """
+
+    moments_bytes: int
+    memory_bytes: int
+    disk_bytes: int
+    seconds: float
+    tokens: int
+    available: int
+    shard: Shard | None
+
+    @property
+    def fits(self) -> bool:
+        return self.memory_bytes <= self.available
+
+    def sentences(self) -> list[str]:
+        said = [
+            f"The moments take {say_bytes(self.moments_bytes)}.",
+            f"Calibration needs {say_bytes(self.memory_bytes)} of memory beside the two models, "
+            f"and {say_bytes(self.disk_bytes)} of disk.",
+            f"Reading {self.tokens:,} tokens takes about {say_seconds(self.seconds)}; roughly, "
+            f"because a spec does not say how wide a model is.",
+        ]
+        if not self.fits:
+            said.append(f"That is more memory than the {say_bytes(self.available)} at hand.")
+        if self.shard is not None:
+            flags = " ".join(_flags(self.shard.config)) or "no shard option"
+            times = f"{self.shard.runs} runs, a layer band each" if self.shard.runs > 1 else "1 run"
+            said.append(
+                f"What fits: {flags}; {times}, {say_bytes(self.shard.memory_bytes)} of memory."
+            )
+        elif not self.fits:
+            said.append("No shard of this pair fits; a machine with more memory is needed.")
+        return said
+
+
+def estimate_calibration(
+    source: ModelSpec,
+    target: ModelSpec,
+    config: CalibrationConfig,
+    *,
+    tokens: int,
+    flops_per_second: float,
+    available: int,
+) -> CalibrationEstimate:
+    """``tokens`` of text, a float32 matmul rate (machine.matmul_rate) and bytes of memory at hand.
+    Raises what plan_parts raises.
+    """
+    plans = plan_parts(source, target, config)
+    moments = sum(map(_part_bytes, plans))
+    memory = _memory(source, target, config)
+    # Only the gram's upper triangle is computed: width^2 instead of 2 width^2 operations a token.
+    sums = sum(p.width**2 + 2 * p.width * p.target_width for p in plans)
+    passes = sum(2 * _parameters(spec) for spec in (source, target))
+    return CalibrationEstimate(
+        moments_bytes=moments,
+        memory_bytes=memory,
+        disk_bytes=2 * moments + _table_bytes(target),
+        seconds=tokens * (sums + passes) / flops_per_second,
+        tokens=tokens,
+        available=available,
+        shard=None if memory <= available else _fitting_shard(source, target, config, available),
+    )
+
+
+def _fitting_shard(
+    source: ModelSpec, target: ModelSpec, config: CalibrationConfig, available: int
+) -> Shard | None:
+    """The shard that gives up least: layer bands first, which lose nothing, then crossing keys with
+    values, then crossing heads.
+    """
+    ways = [config, replace(config, joint=False)]
+    if source.num_kv_heads == target.num_kv_heads:
+        ways.append(replace(config, joint=False, scope="head"))
+    first, last = config.layers or (0, target.num_layers)
+    for way in ways:
+        runs = 1
+        while runs <= min(MOST_RUNS, last - first):
+            band = (first, first + -(-(last - first) // runs))
+            shard = way if runs == 1 else replace(way, layers=band)
+            memory = _memory(source, target, shard)
+            if memory <= available:
+                return Shard(shard, runs, memory)
+            runs *= 2
+    return None
+
+
+def _memory(source: ModelSpec, target: ModelSpec, config: CalibrationConfig) -> int:
+    """All moments, the token table, and the working set of one document: both models' KV twice
+    (rotated and not), the columns of the widest part twice, one block of products.
+    """
+    plans = plan_parts(source, target, config)
+    kv = source.kv_bytes_per_token(4) + target.kv_bytes_per_token(4)
+    columns = max(4 * (p.width + p.target_width) for p in plans)
+    block = max(4 * min(ROWS, p.width) * max(p.width, p.target_width) for p in plans)
+    document = config.window(source, target) * 2 * (kv + columns)
+    return sum(map(_part_bytes, plans)) + _table_bytes(target) + document + block
+
+
+def _part_bytes(plan: PartPlan) -> int:
+    """float64 gram, cross, and three vectors."""
+    return 8 * (plan.width + 1) * (plan.width + plan.target_width) + 8 * plan.target_width
+
+
+def _table_bytes(target: ModelSpec) -> int:
+    return 4 * 2 * target.vocab_size * target.num_kv_heads * target.head_dim
+
+
+def _parameters(spec: ModelSpec) -> int:
+    """12 w^2 a layer, as attention and MLP have together in most models, w = heads x head_dim."""
+    return 12 * spec.num_layers * (spec.num_heads * spec.head_dim) ** 2
+
+
+def _flags(config: CalibrationConfig) -> list[str]:
+    flags = [f"--scope {config.scope}"] if config.scope != "all" else []
+    if config.joint:
+        flags.append("--joint")
+    return flags + [f"--layers {layer}" for layer in config.layers]
