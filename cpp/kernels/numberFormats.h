@@ -1,23 +1,13 @@
 // The number formats of KV caches as bits, from their definition, so that host code needs no CUDA header.
 #pragma once
 
-#include "trtllm_kvmap/mapKvCache.h"
+#include "kernels/dtype.h"
 
 #include <cmath>
 #include <cstring>
 
 namespace trtllm_kvmap
 {
-
-constexpr int32_t sizeOf(DType dtype)
-{
-    return dtype == DType::kFLOAT32 ? 4 : dtype == DType::kFP8_E4M3 ? 1 : 2;
-}
-
-constexpr bool isKnown(DType dtype)
-{
-    return dtype >= DType::kFLOAT32 && dtype <= DType::kFP8_E4M3;
-}
 
 // A binary format narrower than float32. Without infinities (fp8-e4m3) only the topmost code is a NaN, and too large a
 // number becomes the largest.

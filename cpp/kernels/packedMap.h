@@ -7,13 +7,7 @@
 // pair then sits in one thread's accumulators whatever the head size and the pairing.
 #pragma once
 
-#include "trtllm_kvmap/mapKvCache.h"
-
-#ifdef __CUDACC__
-#define TRTLLM_KVMAP_HOST_DEVICE __host__ __device__ __forceinline__
-#else
-#define TRTLLM_KVMAP_HOST_DEVICE inline
-#endif
+#include "kernels/dtype.h"
 
 namespace trtllm_kvmap
 {

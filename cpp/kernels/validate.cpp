@@ -4,6 +4,8 @@
 #include "kernels/status.h"
 #include "kernels/workspaceLayout.h"
 
+#include <cmath>
+
 namespace trtllm_kvmap
 {
 namespace

@@ -1,7 +1,6 @@
 // How mapKvCache cuts a span into chunks, and what lies where in its workspace. One formula for every caller.
 #pragma once
 
-#include "kernels/numberFormats.h"
 #include "kernels/packedMap.h"
 
 #include <algorithm>

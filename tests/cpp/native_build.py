@@ -1,0 +1,74 @@
+"""Shared objects for tests, built with g++ from the product's own sources, once per content."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+CACHE = ROOT / "build" / "tests" / "kernels"
+# What the emulator asks for: rounding as written, so that g++ and nvcc agree.
+FLAGS = ("-std=c++17", "-O2", "-ffp-contract=off", "-fPIC", "-w")
+
+
+def cuda_include() -> Path:
+    """The folder of the CUDA headers."""
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    return Path(home) / "include"
+
+
+def build_library(
+    name: str,
+    sources: Sequence[Path],
+    cpp: Path = ROOT / "cpp",
+    flags: Sequence[str] = (),
+    cache: Path = CACHE,
+) -> Path:
+    """A shared object of ``sources`` (.cpp or .cu), compiled against the headers below ``cpp``.
+
+    Objects are kept by the digest of what they are made of: the source, all headers, the flags.
+    """
+    headers = b"".join(
+        path.read_bytes() for path in sorted(cpp.rglob("*")) if path.suffix in (".h", ".cuh")
+    )
+    objects = [_compile(path, headers, cpp, (*FLAGS, *flags), cache) for path in sources]
+    key = hashlib.sha256("".join(str(path) for path in objects).encode()).hexdigest()[:16]
+    library = cache / f"lib{name}-{key}.so"
+    if not library.exists():
+        made = library.with_suffix(f".{os.getpid()}")
+        _run(["g++", "-shared", *flags, *map(str, objects), "-o", str(made), "-ldl", "-lpthread"])
+        made.rename(library)
+    return library
+
+
+def _compile(path: Path, headers: bytes, cpp: Path, flags: Sequence[str], cache: Path) -> Path:
+    key = hashlib.sha256(headers + path.read_bytes() + " ".join(flags).encode()).hexdigest()[:16]
+    made = cache / f"{path.stem}-{key}.o"
+    if not made.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        fresh = made.with_suffix(f".{os.getpid()}")
+        includes = [f"-I{cpp}", f"-I{cpp / 'include'}", f"-I{cuda_include()}"]
+        _run(["g++", *flags, *includes, "-x", "c++", "-c", str(path), "-o", str(fresh)])
+        fresh.rename(made)
+    return made
+
+
+def _run(command: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(done.stderr, file=sys.stderr)
+        raise RuntimeError(f"{' '.join(command[:3])} ... failed:\n{done.stderr[-4000:]}")
+
+
+def kernel_sources(cpp: Path = ROOT / "cpp") -> list[Path]:
+    """The whole native map with the emulator in place of a GPU, and the C door to it."""
+    return [
+        *sorted((cpp / "kernels").glob("*.cpp")),
+        *sorted((cpp / "kernels").glob("*.cu")),
+        *sorted((cpp / "emulator").glob("*.cpp")),
+        ROOT / "tests" / "cpp" / "kernelDriver.cpp",
+    ]
