@@ -55,6 +55,15 @@ void asyncCopy16(std::uint32_t destination, void const* source, bool valid)
     thread.copies.push_back(copy);
 }
 
+bool wholeOrNothing(std::uint32_t sourceBytes)
+{
+    if (sourceBytes != 0 && sourceBytes != kBYTES)
+    {
+        fail("cp.async: a source of %u bytes; only 16 (copy) and 0 (fill with zeros) are modelled", sourceBytes);
+    }
+    return sourceBytes != 0;
+}
+
 void asyncCommit()
 {
     ++Block::current()->running().openGroup;

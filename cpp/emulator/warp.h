@@ -58,6 +58,9 @@ void multiplyAccumulate(
 void asyncCopy16(std::uint32_t destination, void const* source, bool valid);
 void asyncCommit();
 
+//! The ignore-source size of a cp.async of 16 bytes as a predicate: only 16 and 0 are modelled.
+bool wholeOrNothing(std::uint32_t sourceBytes);
+
 //! cp.async.wait_group: all but the newest \p pendingGroups groups of this thread have arrived.
 void asyncWait(int pendingGroups);
 
