@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from trtllm_kvmap.artifact.whole import whole_file
-from trtllm_kvmap.errors import FormatError
+from trtllm_kvmap.errors import FormatError, NumericsError
 
 HEADER_KEY = "trtllm_kvmap"
 
@@ -31,8 +32,15 @@ def write_container(
     equal bytes.
 
     The file appears under its name only when it is complete: it is written beside it and renamed.
+    Raises NumericsError for NaN or infinity in ``content``.
     """
-    ready = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    ready: dict[str, torch.Tensor] = {}
+    addresses: set[int] = set()
+    for name, tensor in tensors.items():
+        dense = tensor.detach().cpu().contiguous()
+        # safetensors refuses one memory under two names; the second becomes a copy.
+        ready[name] = dense.clone() if dense.data_ptr() in addresses else dense
+        addresses.add(dense.data_ptr())
     digest = _digest(kind, version, content, ready)
     header = {"kind": kind, "version": version, "digest": digest, "content": content}
     with whole_file(path) as temporary:
@@ -47,35 +55,60 @@ def read_container(
     hold.
     """
     header, tensors = _read(Path(path))
-    if header.get("kind") != kind:
-        raise FormatError(f"{path} is a {header.get('kind')!r} file; a {kind!r} file is needed.")
-    if header.get("version") != version:
-        raise FormatError(
-            f"{path} has format version {header.get('version')}; this package reads version "
-            f"{version}. "
-            f"Write it again with this package."
-        )
-    content = header.get("content")
-    if not isinstance(content, dict) or _digest(kind, version, content, tensors) != header.get(
-        "digest"
-    ):
+    content = _content(path, header, kind, version)
+    if _digest(kind, version, content, tensors) != header.get("digest"):
         raise FormatError(
             f"{path} does not match its digest: it was edited or damaged. Fetch or write it again."
         )
     return content, tensors
 
 
+def read_content(path: str | Path, kind: str, version: int) -> dict[str, Any]:
+    """The content alone, without reading the tensors or proving the digest: to say what a file is
+    before it is loaded.
+    """
+    return _content(path, _read_header(Path(path)), kind, version)
+
+
+def _content(path: str | Path, header: dict[str, Any], kind: str, version: int) -> dict[str, Any]:
+    if header.get("kind") != kind:
+        raise FormatError(f"{path} is a {header.get('kind')!r} file; a {kind!r} file is needed.")
+    if header.get("version") != version:
+        raise FormatError(
+            f"{path} has format version {header.get('version')}; this package reads version "
+            f"{version}. Write it again with this package."
+        )
+    content = header.get("content")
+    if not isinstance(content, dict):
+        raise FormatError(f"{path} has a damaged header. Fetch or write it again.")
+    return content
+
+
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    with _opened(path) as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return _header(path, file.metadata() or {}), tensors
+
+
+def _read_header(path: Path) -> dict[str, Any]:
+    with _opened(path) as file:
+        return _header(path, file.metadata() or {})
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     if not path.is_file():
         raise FormatError(f"There is no file {path}.")
     try:
         with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            yield file
     except (SafetensorError, OSError) as error:
         raise FormatError(
             f"{path} is not a whole safetensors file ({error}). Fetch or write it again."
         ) from error
+
+
+def _header(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     if HEADER_KEY not in metadata:
         raise FormatError(
             f"{path} was not written by trtllm_kvmap: its metadata has no {HEADER_KEY!r} entry."
@@ -88,11 +121,17 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         ) from error
     if not isinstance(header, dict):
         raise FormatError(f"{path} has a damaged header. Fetch or write it again.")
-    return header, tensors
+    return header
 
 
 def _canonical(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    try:
+        return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    except ValueError as error:
+        raise NumericsError(
+            "A number that is to go into a file's header is NaN or infinite; measure it again, or "
+            "leave it out."
+        ) from error
 
 
 def _digest(
