@@ -99,12 +99,17 @@ def test_repair_only_is_the_target_that_may_not_look_at_the_middle(
     made = arms_of(random_map(*pair), *pair, first_tokens=3, repair_window=9)
     ready = made["repair_only"](reading)
     assert (num_entries(ready.cache), ready.position) == (12, 60)
-    allowed = torch.ones(60, 60).tril()
+    asked = reading.item.continuation
+    allowed = torch.ones(67, 67).tril()
     allowed[51:, 3:51] = 0
-    mask = torch.zeros(1, 1, 60, 60).masked_fill(allowed == 0, torch.finfo(torch.float32).min)
+    mask = torch.zeros(1, 1, 67, 67).masked_fill(allowed == 0, torch.finfo(torch.float32).min)
+    token_ids = torch.tensor([reading.item.context + asked])
     with torch.no_grad():
-        wanted = pair[1].model(torch.tensor([reading.item.context]), attention_mask=mask)
-    torch.testing.assert_close(ready.logits, wanted.logits[0, -1], rtol=0, atol=2e-5)
+        wanted = pair[1].model(token_ids, attention_mask=mask).logits[0, 59:66]
+    torch.testing.assert_close(ready.logits, wanted[0], rtol=0, atol=2e-5)
+    got = ask(ready, reading.script.tree).token_log_probs(reading.script.continuation, asked)
+    wanted = torch.log_softmax(wanted, -1)[range(7), list(asked)].double()
+    torch.testing.assert_close(torch.from_numpy(got), wanted, rtol=0, atol=2e-5)
 
 
 def test_the_wrong_document_keeps_only_the_true_ends(

@@ -76,26 +76,25 @@ def test_attention_outputs_are_those_of_the_layers(pair: tuple[LoadedModel, Load
 def test_scores_by_hand() -> None:
     """Five words; every row of log-probabilities is written down, and so is every sum."""
     item = Item((0,), (Question((1,), ((2,), (3, 4)), 1),), (2, 2))
-    script = Script(item, (4, 0))
-    rows = {  # after the context, after 1, after 1 3, after 2, after 4
+    script = Script(item, (2, 2))
+    rows = {  # after the context, after 1, after 1 3, after 2
         "context": [0.1, 0.2, 0.3, 0.1, 0.3],
         "1": [0.1, 0.1, 0.35, 0.4, 0.05],
         "1 3": [0.1, 0.1, 0.1, 0.1, 0.6],
         "2": [0.2, 0.2, 0.2, 0.25, 0.15],
-        "4": [0.6, 0.1, 0.1, 0.1, 0.1],
     }
     mine = Answers(torch.tensor(list(rows.values())).log(), ())
     theirs_rows = torch.tensor(list(rows.values()))
     theirs_rows[3] = torch.tensor([0.2, 0.2, 0.3, 0.1, 0.2])
     native = Answers(theirs_rows.log(), ())
-    assert script.tree.token_ids == [1, 3, 2, 4]
+    assert script.tree.token_ids == [1, 3, 2]
     got = score(script, mine, native, length_normalised=False)
     assert (got.correct, got.questions, got.chance) == (0, 1, 0.5)  # 0.35 beats 0.4 x 0.6
     assert score(script, mine, native, length_normalised=True).correct == 1
     assert got.nll == pytest.approx(-np.log(0.3) - np.log(0.2))
     assert (got.tokens, got.agreed) == (2, 1)  # the second likeliest token is 3 here, 2 there
-    assert (got.rolled, got.steps) == (0, 2)  # 2 comes before 4 at 0.3 each
-    assert script.predicted_rollout == [-1, 3]
+    assert (got.rolled, got.steps) == (1, 2)  # for the same reason
+    assert script.predicted_rollout == script.continuation == [-1, 2]
 
 
 def test_cosines_of_attention() -> None:

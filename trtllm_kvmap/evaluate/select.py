@@ -27,7 +27,7 @@ FIGURES = ("parameters", "r2_key", "r2_value", "nll", "accuracy", "gap_recovered
 
 
 def select(
-    moments: MomentSet,
+    moments: MomentSet | Sequence[MomentSet],
     candidates: Sequence[FitConfig],
     source: LoadedModel,
     target: LoadedModel,
@@ -37,11 +37,11 @@ def select(
 ) -> tuple[KvMap, list[dict[str, Any]]]:
     """The best of ``candidates`` and the table of all of them, one row each, in order.
 
-    Each is fitted from the same ``moments`` and hands ``items`` over with the S and N of
-    ``config``; the lowest NLL of the continuations wins (without continuations the highest
-    accuracy). The map's ``fitted`` keeps the table, the winner's attention-output cosine by layer,
-    and the digests of the items, so that evaluate refuses to report on them. In memory are two maps
-    and, for all items, the caches of both models.
+    Each is fitted from the same ``moments`` (all shards of the pair, if several) and hands
+    ``items`` over with the S and N of ``config``; the lowest NLL of the continuations wins (without
+    continuations the highest accuracy). The map's ``fitted`` keeps the table, the winner's
+    attention-output cosine by layer, and the digests of the items, so that evaluate refuses to
+    report on them. In memory are two maps and, for all items, the caches of both models.
 
     A candidate that does not suit the pair or the moments is a row with its reason; raises
     MismatchError when none is left. ``on_candidate(done, total)`` is called after each.
