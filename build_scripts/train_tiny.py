@@ -52,9 +52,9 @@ class Shape:
 
 
 FAMILY = {
-    "tiny-s": Shape(3, 64, 4, 2, 32, 192, seed=11, steps=9000, leader=1),
-    "tiny-m": Shape(5, 128, 4, 2, 32, 256, seed=22, steps=9000, leader=3),
-    "tiny-x": Shape(5, 128, 3, 1, 64, 256, seed=33, steps=9000, leader=3),
+    "tiny-s": Shape(3, 64, 4, 2, 32, 192, seed=11, steps=3500, leader=1),
+    "tiny-m": Shape(5, 128, 4, 2, 32, 256, seed=22, steps=5000, leader=3),
+    "tiny-x": Shape(5, 128, 3, 1, 64, 256, seed=33, steps=5000, leader=3),
 }
 
 
@@ -253,6 +253,25 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+def save(model: Qwen3ForCausalLM, folder: Path) -> None:
+    """Write a folder that transformers 4.57 reads as well as 5.x."""
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    amend(folder / "config.json", rope_theta=model.config.rope_parameters["rope_theta"])
+    amend(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+    for file in folder.iterdir():
+        file.chmod(0o644)
+
+
+def amend(path: Path, **entries: object) -> None:
+    write_json(path, {**json.loads(path.read_text()), **entries})
+
+
+def write_json(path: Path, value: dict[str, object]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -264,9 +283,8 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     shape = FAMILY[options.member]
     model = train(shape, options.out / "training.jsonl")
-    model.save_pretrained(options.out)
-    tokenizer().save_pretrained(options.out)
-    (options.out / "training.json").write_text(json.dumps(asdict(shape), indent=2) + "\n")
+    save(model, options.out)
+    write_json(options.out / "training.json", asdict(shape))
 
 
 if __name__ == "__main__":

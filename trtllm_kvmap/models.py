@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -138,6 +139,11 @@ def load_tokenizer(path_or_id: str | Path) -> PreTrainedTokenizerBase | None:
         return AutoTokenizer.from_pretrained(path_or_id)
     except (OSError, ValueError):
         return None
+
+
+def quiet_loading() -> None:
+    """Turn off transformers' own progress bars: a command line shows its own."""
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def require_same_tokens(source: LoadedModel, target: LoadedModel) -> None:

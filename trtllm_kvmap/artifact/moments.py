@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trtllm_kvmap.artifact.container import read_container, write_container
+from trtllm_kvmap.artifact.container import read_container, read_content, write_container
 from trtllm_kvmap.artifact.fingerprint import Fingerprint
 from trtllm_kvmap.artifact.native import (
     SinkEntry,
@@ -153,6 +153,12 @@ class MomentSet:
             "record": self.record,
         }
         write_container(path, KIND, FORMAT_VERSION, content, tensors)
+
+    @staticmethod
+    def read_specs(path: str | Path) -> tuple[ModelSpec, ModelSpec]:
+        """(source, target) from the header alone: moments can be larger than memory."""
+        content = read_content(path, KIND, FORMAT_VERSION)
+        return spec_from_json(content.get("source", {})), spec_from_json(content.get("target", {}))
 
     @staticmethod
     def load(path: str | Path) -> MomentSet:

@@ -1,10 +1,22 @@
 """One door: `trtllm-kvmap <verb>`. Each verb is a file of its own; importing it registers it."""
 
-from trtllm_kvmap.cli import doctor, inspect
+from trtllm_kvmap.cli import calibrate, demo, doctor, evaluate, fit, generate, inspect, report
 from trtllm_kvmap.cli.app import app
+from trtllm_kvmap.models import quiet_loading
 
-__all__ = ["doctor", "inspect", "main"]
+__all__ = [
+    "calibrate",
+    "demo",
+    "doctor",
+    "evaluate",
+    "fit",
+    "generate",
+    "inspect",
+    "main",
+    "report",
+]
 
 
 def main() -> None:
+    quiet_loading()
     app()

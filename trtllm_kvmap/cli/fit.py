@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
 from trtllm_kvmap.artifact.kvmap import KvMap
@@ -20,6 +22,7 @@ from trtllm_kvmap.fit import FitConfig
 from trtllm_kvmap.fit import fit as run_fit
 from trtllm_kvmap.fit.estimate import estimate_fit
 from trtllm_kvmap.fit.grid import FitGrid
+from trtllm_kvmap.machine import matmul_rate, total_memory
 from trtllm_kvmap.models import load_model
 
 
@@ -85,9 +88,12 @@ def _choose(
     return kvmap
 
 
+def _name(config: dict[str, Any]) -> str:
+    return f"{config['scope']} k={config['k']} n={config['n']} ridge={config['ridge']:g}"
+
+
 def _line(row: dict[str, Any]) -> str:
-    config = row["config"]
-    name = f"{config['scope']} k={config['k']} n={config['n']} ridge={config['ridge']:g}"
+    name = _name(row["config"])
     if row["refused"]:
         return f"  {name}: refused: {row['refused']}"
     mark = "->" if row["chosen"] else "  "
@@ -100,7 +106,8 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def _print_estimates(moments: list[Path], candidates: list[FitConfig]) -> None:
-    shards = [MomentSet.load(path) for path in moments]
+    rate, available = matmul_rate(torch.float64), total_memory()
+    specs = MomentSet.read_specs(moments[0])
     for candidate in candidates:
-        for shard in shards:
-            console.print(estimate_fit(shard.source, shard.target, candidate).text())
+        found = estimate_fit(*specs, candidate, flops_per_second=rate, available=available)
+        console.print(f"{_name(asdict(candidate))}: {' '.join(found.sentences())}", highlight=False)

@@ -1,0 +1,82 @@
+"""`trtllm-kvmap calibrate`"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from trtllm_kvmap.calibrate.config import CalibrationConfig
+from trtllm_kvmap.calibrate.distributed import process_group
+from trtllm_kvmap.calibrate.estimate import estimate_calibration
+from trtllm_kvmap.calibrate.run import calibrate as run_calibration
+from trtllm_kvmap.calibrate.text import read_documents
+from trtllm_kvmap.cli.app import JsonOption, console, progress, verb, write_json
+from trtllm_kvmap.cli.flags import config_flags
+from trtllm_kvmap.errors import InputError
+from trtllm_kvmap.machine import matmul_rate, total_memory
+from trtllm_kvmap.models import describe_model, load_model
+
+
+@verb
+@config_flags(config=CalibrationConfig)
+def calibrate(
+    source: Annotated[str, typer.Argument(help="source model: a folder, or a hub id")],
+    target: Annotated[str, typer.Argument(help="target model: a folder, or a hub id")],
+    config: CalibrationConfig,
+    text: Annotated[
+        Path | None, typer.Option(help="plain text, JSONL, or a folder of such files")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="the .moments.safetensors to write")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="go on from <out>.partial after a kill")
+    ] = False,
+    estimate: Annotated[
+        bool, typer.Option("--estimate", help="print RAM, disk and time, and stop")
+    ] = False,
+    estimate_tokens: Annotated[int, typer.Option(help="tokens of text to estimate for")] = 128_000,
+    json: JsonOption = None,
+) -> None:
+    """Read text with both models once and add up the moments that every fit is made from.
+
+    Under torchrun every rank reads its share of the documents, and rank 0 writes the sum.
+    """
+    if estimate:
+        _print_estimate(source, target, config, estimate_tokens)
+        return
+    if text is None or out is None:
+        raise InputError("calibrate needs --text, what to read, and --out, the file to write.")
+    loaded = load_model(source), load_model(target)
+    documents = read_documents(
+        text,
+        loaded[0],
+        min_tokens=config.min_tokens,
+        max_tokens=config.window(loaded[0].spec, loaded[1].spec),
+    )
+    with process_group(), progress() as bar:
+        task = bar.add_task("calibrate", total=len(documents))
+        moments = run_calibration(
+            *loaded,
+            documents,
+            config,
+            out,
+            resume=resume,
+            on_document=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    console.print(f"Wrote {out}: {moments.record['tokens']:,} tokens", highlight=False)
+    write_json(json, moments.record)
+
+
+def _print_estimate(source: str, target: str, config: CalibrationConfig, tokens: int) -> None:
+    found = estimate_calibration(
+        describe_model(source).spec,
+        describe_model(target).spec,
+        config,
+        tokens=tokens,
+        flops_per_second=matmul_rate(torch.float32),
+        available=total_memory(),
+    )
+    for sentence in found.sentences():
+        console.print(sentence, highlight=False)

@@ -1,0 +1,53 @@
+"""`trtllm-kvmap demo`"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from trtllm_kvmap.cli.app import JsonOption, console, progress, verb, write_json
+from trtllm_kvmap.demo import PairDemo, run_demo
+from trtllm_kvmap.evaluate.report import table
+
+
+@verb
+def demo(
+    out: Annotated[Path, typer.Option(help="folder to write to")] = Path("kvmap-demo"),
+    json: JsonOption = None,
+) -> None:
+    """The whole way on the tiny family: calibrate, fit, hand over, generate, evaluate."""
+    with progress() as bar:
+        tasks: dict[str, int] = {}
+
+        def show(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bar.add_task(stage, total=total)
+            bar.update(tasks[stage], completed=done)  # type: ignore[arg-type]
+
+        pairs = run_demo(out, show)
+    for pair in pairs:
+        console.print()
+        console.print(examples(pair))
+        console.print()
+        console.print(table(pair.report))
+    console.print()
+    for pair in pairs:
+        for file in pair.files:
+            console.print(f"Wrote {file}", highlight=False)
+    write_json(json, {pair.report.config["target"]: pair.report.to_json() for pair in pairs})
+
+
+def examples(pair: PairDemo) -> Table:
+    """What the source, the target and the mapped target answered to the same questions."""
+    names = pair.report.config
+    shown = Table(title=f"{names['source']} reads, {names['target']} answers", title_justify="left")
+    for heading in ("question", "right", names["source"], names["target"], "mapped"):
+        shown.add_column(heading)
+    for told in pair.told:
+        answers = (told.source, told.target, told.mapped)
+        marked = (f"{a}" if a == told.right else f"[dim]{a}[/dim]" for a in answers)
+        shown.add_row(told.question, told.right, *marked)
+    return shown

@@ -1,0 +1,141 @@
+"""The whole way once: calibrate, fit, hand over, generate, evaluate, on the tiny family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trtllm_kvmap.artifact.kvmap import KvMap
+from trtllm_kvmap.artifact.whole import write_text
+from trtllm_kvmap.calibrate.config import CalibrationConfig
+from trtllm_kvmap.calibrate.run import calibrate
+from trtllm_kvmap.decode.bridge import KvBridge
+from trtllm_kvmap.decode.generate import generate
+from trtllm_kvmap.decode.prefill import prefill
+from trtllm_kvmap.evaluate.items import Item
+from trtllm_kvmap.evaluate.page import html
+from trtllm_kvmap.evaluate.report import Report, evidence
+from trtllm_kvmap.evaluate.run import EvaluationConfig, evaluate
+from trtllm_kvmap.evaluate.select import select
+from trtllm_kvmap.evaluate.tasks import TaskConfig, read_items
+from trtllm_kvmap.fit.grid import FitGrid
+from trtllm_kvmap.models import LoadedModel, load_model
+from trtllm_kvmap.spec.plan import plan_handoff
+from trtllm_kvmap.tiny import PAIRS, model_folder
+from trtllm_kvmap.tiny.documents import make_document
+
+# Documents of one seed are never those of another: fit, choice and report see different ones.
+CALIBRATION_SEED, SELECTION_SEED, REPORT_SEED = 1, 2, 3
+CALIBRATION_DOCUMENTS = 200
+GRIDS = (
+    FitGrid(scope=("copy",)),
+    FitGrid(scope=("head", "pooled"), k=(2, 3), ridge=(1e-4, 1e-2)),
+    FitGrid(scope=("slice",), n=(3, 6, 8), ridge=(1e-4, 1e-2)),
+)
+JUDGED = EvaluationConfig(first_tokens=4, repair_window=32)
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """One question about one document, and what each of three answered."""
+
+    question: str
+    right: str
+    source: str
+    target: str
+    mapped: str
+
+
+@dataclass(frozen=True, slots=True)
+class PairDemo:
+    """What the demo made of one pair: the report, an example, and the files it wrote."""
+
+    report: Report
+    told: list[Told]
+    files: list[Path]
+
+
+def run_demo(out: Path, on_progress: Progress) -> list[PairDemo]:
+    """Both pairs, each into ``out``/<source>-to-<target>/. ``on_progress(stage, done, total)``."""
+    return [run_pair(*pair, out, on_progress) for pair in PAIRS]
+
+
+def run_pair(source_name: str, target_name: str, out: Path, on_progress: Progress) -> PairDemo:
+    """Calibrate, choose a map, judge it on held-out documents, and let it answer."""
+    source, target = load_model(model_folder(source_name)), load_model(model_folder(target_name))
+    pair = f"{source_name}-to-{target_name}"
+    folder = out / pair
+
+    def stage(name: str) -> Callable[[int, int], None]:
+        return lambda done, total: on_progress(f"{pair}: {name}", done, total)
+
+    moments = calibrate(
+        source,
+        target,
+        calibration_documents(target),
+        CalibrationConfig(),
+        folder / f"{pair}.moments.safetensors",
+        on_document=stage("calibrate"),
+    )
+    chosen, _ = select(
+        moments,
+        [candidate for grid in GRIDS for candidate in grid.candidates()],
+        source,
+        target,
+        tiny_items(target, 24, SELECTION_SEED),
+        JUDGED,
+        on_candidate=stage("choose"),
+    )
+    items = tiny_items(target, 60, REPORT_SEED)
+    report = evaluate(chosen, source, target, items, JUDGED, on_item=stage("evaluate"))
+    proven = chosen.with_evidence(evidence(report))
+    map_file = folder / f"{pair}.kvmap.safetensors"
+    proven.save(map_file)
+    report.save(folder / "report.json")
+    write_text(folder / "report.html", html(report))
+    told = tell(KvMap.load(map_file), source, target, items[0])
+    return PairDemo(report, told, sorted(folder.iterdir()))
+
+
+def calibration_documents(loaded: LoadedModel) -> list[list[int]]:
+    """Token ids of documents of 256 to 1,024 tokens, with questions and answers after the text."""
+    rng = np.random.default_rng(CALIBRATION_SEED)
+    texts = []
+    for _ in range(CALIBRATION_DOCUMENTS):
+        tokens, facts = int(rng.integers(256, 1025)), int(rng.integers(8, 25))
+        texts.append(make_document(rng, tokens, facts, 0).text)
+    tokenizer: Any = loaded.tokenizer
+    return [tokenizer(text).input_ids for text in texts]
+
+
+def tiny_items(loaded: LoadedModel, count: int, seed: int) -> list[Item]:
+    return read_items(TaskConfig(num_items=count, seed=seed), loaded.tokenizer)
+
+
+def tell(kvmap: KvMap, source: LoadedModel, target: LoadedModel, item: Item) -> list[Told]:
+    """What source, target and mapped target answer to the questions of ``item``."""
+    bridge = KvBridge(kvmap, source=source, target=target)
+    told = []
+    for question in item.questions:
+        prompt = [*item.context, *question.stem]
+        plan = plan_handoff(len(prompt), first_tokens=4, repair_window=32)
+        alone = [prefill(model, prompt, logits_to_keep=1) for model in (source, target)]
+        handoff = bridge.hand_over(alone[0].cache, prompt, plan)
+        answers = [
+            generate(source, alone[0].cache, alone[0].logits, 1),
+            generate(target, alone[1].cache, alone[1].logits, 1),
+            generate(target, handoff.cache, handoff.logits, 1),
+        ]
+        right = question.choices[question.label]
+        told.append(Told(*(in_words(target, ids) for ids in (question.stem, right, *answers))))
+    return told
+
+
+def in_words(loaded: LoadedModel, token_ids: Sequence[int]) -> str:
+    tokenizer: Any = loaded.tokenizer
+    return str(tokenizer.decode(list(token_ids)))
