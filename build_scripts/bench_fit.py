@@ -1,6 +1,5 @@
-"""How long a fit takes once moments exist, for every scope, at the geometry of a 0.5B -> 1.5B pair.
-
-    python build_scripts/bench_fit.py
+"""How long a fit takes once moments exist, for every scope, at the geometry of a 0.5B -> 1.5B pair
+(run it through bench.py fit).
 
 The moments are those of factor-structured activations: every slice of both models is a noisy linear
 view of one hidden state, so that selection has something to find. They are written down from the
@@ -9,7 +8,6 @@ factors; no activation is ever drawn.
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import replace
 
@@ -120,7 +118,3 @@ def _loadings(spec: ModelSpec, generator: torch.Generator) -> torch.Tensor:
     noise = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
     loadings = noise * weight
     return loadings / loadings.norm(dim=1, keepdim=True)
-
-
-if __name__ == "__main__":
-    print(json.dumps(bench_fit(), indent=2))

@@ -1,6 +1,5 @@
-"""How fast the map runs: against the matmul it is made of, and against aither-kvcache.
-
-    python build_scripts/bench_map.py
+"""How fast the map runs: against the matmul it is made of, and against aither-kvcache (run it
+through bench.py handoff).
 
 Everything is timed side by side in one run, turn by turn, so that whatever else the machine does
 falls on both; the numbers are medians of the ratios of turns.
@@ -8,7 +7,6 @@ falls on both; the numbers are medians of the ratios of turns.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from statistics import median
@@ -26,7 +24,6 @@ from trtllm_kvmap.spec.rope import RopeParams
 from trtllm_kvmap.spec.slices import FIELDS, source_slices
 
 ROUNDS = 7
-AITHER = "aither-kvcache==2.4.1"
 
 
 def make_spec(name: str, num_layers: int, num_kv_heads: int, head_dim: int) -> ModelSpec:
@@ -81,10 +78,10 @@ def whole_span(num_tokens: int) -> Span:
     return Span(tokens, tokens, tokens, source_length=num_tokens, target_length=num_tokens)
 
 
-def ratio(one: Callable[[], object], other: Callable[[], object]) -> float:
+def ratio(one: Callable[[], object], other: Callable[[], object], rounds: int = ROUNDS) -> float:
     """The time of ``one`` over the time of ``other``, each run once before the clock starts."""
     one(), other()
-    return median(_seconds(one) / _seconds(other) for _ in range(ROUNDS))
+    return median(_seconds(one) / _seconds(other) for _ in range(rounds))
 
 
 def map_fraction_of_matmul(
@@ -167,16 +164,3 @@ def _seconds(work: Callable[[], object]) -> float:
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
-
-
-def main() -> None:
-    against = ratio_to_aither()
-    result = {
-        "map_fraction_of_matmul": map_fraction_of_matmul(),
-        "ratio_to_aither": f"not measured: pip install {AITHER}" if against is None else against,
-    }
-    print(json.dumps(result, indent=2))
-
-
-if __name__ == "__main__":
-    main()
