@@ -73,6 +73,7 @@ class KvMap:
 
     def __post_init__(self) -> None:
         self._check_coverage()
+        self._check_native()
         for group in self.groups:
             self._check_group(group)
 
@@ -180,13 +181,38 @@ class KvMap:
                 "The map reads the target's own layer 0 but carries no token table; fit it again."
             )
 
+    def _check_native(self) -> None:
+        layers, heads, dim = self.target.kv_shape
+        wanted: tuple[int, ...]
+        if self.token_table is not None:
+            wanted = (self.target.vocab_size, heads, dim)
+            found = {tuple(t.shape) for t in (self.token_table.keys, self.token_table.values)}
+            if found != {wanted}:
+                raise FormatError(
+                    f"The map's token table must be {wanted}, got {sorted(found)}; fit it again."
+                )
+        for entry in self.sinks:
+            wanted = (layers, heads, len(entry.token_ids), dim)
+            found = {tuple(t.shape) for t in (entry.keys, entry.values)}
+            if found != {wanted}:
+                raise FormatError(
+                    f"The map's sink of tokens {entry.token_ids} must be {wanted}, got "
+                    f"{sorted(found)}; fit it again."
+                )
+
     def _check_group(self, group: HeadGroup) -> None:
         where = f"{group.field} of layer {group.layer}, heads {group.heads}"
+        # Of the target only layer 0 is a function of the token alone.
+        limits = {
+            "source": (self.source.num_layers, self.source.num_kv_heads),
+            "target": (1, self.target.num_kv_heads),
+        }
         for s in group.slices:
-            shape = (self.source if s.origin == "source" else self.target).kv_shape
-            if not (0 <= s.layer < shape[0] and 0 <= s.head < shape[1]) or s.field not in FIELDS:
+            layers, heads = limits.get(s.origin, (0, 0))
+            if not (0 <= s.layer < layers and 0 <= s.head < heads and s.field in FIELDS):
                 raise FormatError(
-                    f"The map's {where} reads {s}, which the {s.origin} ({shape}) does not have."
+                    f"The map's {where} reads {s}; it may read {layers} layers x {heads} heads of "
+                    f"the {s.origin}."
                 )
         width = sum(self.slice_width(s) for s in group.slices)
         out = len(group.heads) * self.target.head_dim
