@@ -1,0 +1,67 @@
+"""Turn one model's KV cache into another's, so that a conversation changes models without being
+read again.
+
+    from trtllm_kvmap import KvBridge, KvMap, load_model
+
+    source, target = load_model("tiny-s"), load_model("tiny-m")
+    bridge = KvBridge(KvMap.load("s-to-m.kvmap.safetensors"), source=source, target=target)
+    target_cache = bridge.convert(source_cache, token_ids)
+
+Names are imported when they are first asked for, so that a part of the package costs only itself.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trtllm_kvmap.artifact.kvmap import KvMap as KvMap
+    from trtllm_kvmap.artifact.moments import MomentSet as MomentSet
+    from trtllm_kvmap.calibrate.config import CalibrationConfig as CalibrationConfig
+    from trtllm_kvmap.decode.bridge import Handoff as Handoff
+    from trtllm_kvmap.decode.bridge import KvBridge as KvBridge
+    from trtllm_kvmap.decode.generate import generate as generate
+    from trtllm_kvmap.decode.prefill import prefill as prefill
+    from trtllm_kvmap.decode.session import Session as Session
+    from trtllm_kvmap.errors import KvMapError as KvMapError
+    from trtllm_kvmap.fit.config import FitConfig as FitConfig
+    from trtllm_kvmap.mapper.backends import make_mapper as make_mapper
+    from trtllm_kvmap.mapper.backends import map_kv as map_kv
+    from trtllm_kvmap.mapper.contract import Span as Span
+    from trtllm_kvmap.mapper.pool import KvPool as KvPool
+    from trtllm_kvmap.models import LoadedModel as LoadedModel
+    from trtllm_kvmap.models import load_model as load_model
+    from trtllm_kvmap.spec.plan import HandoffPlan as HandoffPlan
+    from trtllm_kvmap.spec.plan import plan_handoff as plan_handoff
+
+__version__ = "0.1.0"
+
+# Where each public name lives. Names that are also folders (fit, evaluate) stay in them.
+_HOMES = {
+    "CalibrationConfig": "calibrate.config",
+    "FitConfig": "fit.config",
+    "Handoff": "decode.bridge",
+    "HandoffPlan": "spec.plan",
+    "KvBridge": "decode.bridge",
+    "KvMap": "artifact.kvmap",
+    "KvMapError": "errors",
+    "KvPool": "mapper.pool",
+    "LoadedModel": "models",
+    "MomentSet": "artifact.moments",
+    "Session": "decode.session",
+    "Span": "mapper.contract",
+    "generate": "decode.generate",
+    "load_model": "models",
+    "make_mapper": "mapper.backends",
+    "map_kv": "mapper.backends",
+    "plan_handoff": "spec.plan",
+    "prefill": "decode.prefill",
+}
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -109,8 +109,7 @@ def calibration_documents(loaded: LoadedModel) -> list[list[int]]:
     for _ in range(CALIBRATION_DOCUMENTS):
         tokens, facts = int(rng.integers(256, 1025)), int(rng.integers(8, 25))
         texts.append(make_document(rng, tokens, facts, 0).text)
-    tokenizer: Any = loaded.tokenizer
-    return [tokenizer(text).input_ids for text in texts]
+    return [loaded.tokenise(text) for text in texts]
 
 
 def tiny_items(loaded: LoadedModel, count: int, seed: int) -> list[Item]:

@@ -62,6 +62,22 @@ class LoadedModel:
     def device(self) -> torch.device:
         return self.model.device
 
+    def tokenise(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids. Raises InputError when there is no tokenizer or it cannot write ``text``."""
+        tokenizer: Any = self.tokenizer
+        if tokenizer is None:
+            raise InputError(
+                f"{self.name} has no tokenizer, so it cannot read text; give token ids."
+            )
+        try:
+            ids = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+        except Exception as error:  # fast tokenizers raise nothing narrower for a word they lack
+            raise InputError(
+                f"The tokenizer of {self.name} cannot write {text[:60]!r}: {error}. Give text in "
+                f"its vocabulary."
+            ) from error
+        return list(ids)
+
     def rope_length(self, sequence_length: int) -> int:
         """The length whose frequencies the keys of a pass ending at ``sequence_length`` tokens were
         written with.

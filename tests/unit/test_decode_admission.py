@@ -76,8 +76,8 @@ def test_an_unknown_backend_lists_the_known_ones(random_model: Callable) -> None
 PLAN = plan_handoff(20, repair_window=4)
 MASK = torch.ones(2, 20)
 MASK[1, :5] = 0
-HOLE = MASK.clone()
-HOLE[1, 8] = 0
+HOLE, NOTHING = MASK.clone(), MASK.clone()
+HOLE[1, 8], NOTHING[1] = 0, 0
 
 
 @pytest.mark.parametrize(
@@ -121,6 +121,11 @@ HOLE[1, 8] = 0
         ),
         (
             {"token_ids": [[3] * 20] * 2, "attention_mask": HOLE, "source_cache": "batch"},
+            InputError,
+            "must be left-padded",
+        ),
+        (
+            {"token_ids": [[3] * 20] * 2, "attention_mask": NOTHING, "source_cache": "batch"},
             InputError,
             "must be left-padded",
         ),

@@ -184,5 +184,7 @@ def test_mistakes_are_one_sentence_and_change_nothing(random_model: Callable) ->
         session.generate(500)
     assert (session.active, len(session.token_ids)) == ("b", 43)
     nameless = LoadedModel(first.name, first.model, None, first.spec)
-    with pytest.raises(InputError, match="has no tokenizer; give token ids"):
+    with pytest.raises(
+        InputError, match="has no tokenizer, so it cannot read text; give token ids"
+    ):
         Session({"a": nameless}, []).add("anna")

@@ -16,7 +16,6 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -116,12 +115,10 @@ def _content_of_line(line: str, where: str) -> str | list[int]:
 
 def _token_ids(content: str | list[int], loaded: LoadedModel, where: str) -> list[int]:
     if isinstance(content, str):
-        tokenizer: Any = loaded.tokenizer
-        if tokenizer is None:
-            raise InputError(
-                f"{where} is text, but {loaded.name} has no tokenizer; give `token_ids` instead."
-            )
-        content = list(tokenizer(content, verbose=False)["input_ids"])
+        try:
+            content = loaded.tokenise(content)
+        except InputError as error:
+            raise InputError(f"{where} cannot be read. {error}") from error
     known = loaded.spec.vocab_size
     if content and not 0 <= min(content) <= max(content) < known:
         raise InputError(

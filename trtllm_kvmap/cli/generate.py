@@ -54,18 +54,15 @@ def generate(
     bridge = KvBridge(
         loaded, source=load_model(source), target=load_model(target), backend=config.backend
     )
-    tokenizer: Any = bridge.target.tokenizer
-    if tokenizer is None:
-        raise InputError(f"{bridge.target.name} has no tokenizer, so a text cannot be read.")
-    text = _prompt_text(prompt, prompt_file)
-    ids = tokenizer(text, return_tensors="pt").input_ids[0]
-    if not len(ids):
+    ids = bridge.target.tokenise(_prompt_text(prompt, prompt_file))
+    if not ids:
         raise InputError("The prompt has no token; give some text.")
     plan = plan_handoff(
         len(ids), first_tokens=config.first_tokens, repair_window=config.repair_window
     )
     read = prefill(bridge.source, ids, logits_to_keep=1)
     handoff = bridge.hand_over(read.cache, ids, plan)
+    tokenizer: Any = bridge.target.tokenizer
     stops = {tokenizer.eos_token_id} - {None}
     tokens = continue_from(
         bridge.target, handoff.cache, handoff.logits, config.max_new_tokens, eos_token_ids=stops

@@ -108,11 +108,8 @@ class Session:
         return held.logits
 
     def _tokenise(self, text: str) -> list[int]:
-        tokenizer = self.models[self.active].tokenizer
-        if tokenizer is None:
-            raise InputError(f"{self.active} has no tokenizer; give token ids.")
-        ids: list[int] = tokenizer(text, add_special_tokens=not self.token_ids).input_ids
-        return ids
+        first = not self.token_ids
+        return self.models[self.active].tokenise(text, add_special_tokens=first)
 
     def _bridge(self, to: str) -> KvBridge:
         if to not in self.models:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from trtllm_kvmap.errors import InputError
+
 NAMES = [
     "anna",
     "ben",
@@ -144,9 +146,9 @@ def make_document(
     questions.
     """
     if not num_choices <= facts <= len(NAMES):
-        raise ValueError(f"facts must be between {num_choices} and {len(NAMES)}, got {facts}.")
+        raise InputError(f"facts must be between {num_choices} and {len(NAMES)}, got {facts}.")
     if tokens < 1 + 4 * facts:
-        raise ValueError(f"{facts} facts need at least {1 + 4 * facts} tokens, got {tokens}.")
+        raise InputError(f"{facts} facts need at least {1 + 4 * facts} tokens, got {tokens}.")
     cycle = [str(name) for name in rng.permutation(NAMES)[:facts]]
     words = ["<bos>", *body_words(rng, cycle, tokens - 1)]
     asked = []

@@ -1,0 +1,145 @@
+"""The door: every verb runs on random models, from text to a judged map."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from trtllm_kvmap.artifact.kvmap import KvMap
+from trtllm_kvmap.artifact.moments import MomentSet
+from trtllm_kvmap.cli import app
+from trtllm_kvmap.tiny.documents import make_document
+
+Folder = Callable[..., Path]
+
+
+def run(*arguments: object) -> str:
+    """What the command printed; fails with it when the command failed."""
+    result = CliRunner().invoke(app, [str(a) for a in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory, model_folder: Folder) -> dict[str, Any]:
+    """A pair of random models, text, moments of it and a map fitted from them."""
+    folder = tmp_path_factory.mktemp("cli")
+    rng = np.random.default_rng(0)
+    texts = [make_document(rng, 120, 6, 0).text for _ in range(12)]
+    text = folder / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    source = model_folder("qwen3", seed=1)
+    target = model_folder("qwen3", layers=3, kv_heads=1, head_dim=32, seed=2)
+    moments, kvmap = folder / "pair.moments.safetensors", folder / "pair.kvmap.safetensors"
+    run("calibrate", source, target, "--text", text, "--out", moments)
+    run("fit", moments, "--out", kvmap, "--scope", "slice", "--n", 3)
+    return {"source": source, "target": target, "moments": moments, "kvmap": kvmap, "text": text}
+
+
+def pair(work: dict[str, Any]) -> tuple[object, ...]:
+    return "--source", work["source"], "--target", work["target"]
+
+
+def test_calibrate_counts_what_it_read(work: dict[str, Any]) -> None:
+    moments = MomentSet.load(work["moments"])
+    read = len(work["text"].read_text().splitlines())
+    assert moments.record["documents"] == read
+    assert moments.record["tokens"] == moments.parts[0].moments.count > 12 * 90
+
+
+def test_calibrate_estimate_reads_no_text_and_writes_nothing(
+    work: dict[str, Any], tmp_path: Path
+) -> None:
+    said = run("calibrate", work["source"], work["target"], "--estimate")
+    assert "memory" in said
+    assert "disk" in said
+
+
+def test_fit_writes_the_map_that_its_flags_describe(work: dict[str, Any]) -> None:
+    kvmap = KvMap.load(work["kvmap"], allow_unproven=True)
+    assert kvmap.scope == "slice"
+    read = {group.layer: len(group.slices) for group in kvmap.groups}
+    assert read == {0: 1, 1: 3, 2: 3}  # the target's own layer 0 explains itself
+
+
+def test_fit_estimate_names_every_candidate(work: dict[str, Any], tmp_path: Path) -> None:
+    out = tmp_path / "none.kvmap.safetensors"
+    said = run(
+        "fit", work["moments"], "--out", out, "--estimate", "--scope", "pooled", "--scope", "slice"
+    )
+    assert "pooled" in said
+    assert "slice" in said
+    assert not out.exists()
+
+
+def test_fit_chooses_among_candidates_by_the_targets_loss(
+    work: dict[str, Any], tmp_path: Path
+) -> None:
+    out = tmp_path / "chosen.kvmap.safetensors"
+    few = ("--num-items", 3, "--context-tokens", 256, "--questions", 2)
+    run("fit", work["moments"], "--out", out, *pair(work), "--n", 1, "--n", 3, *few)
+    table = KvMap.load(out, allow_unproven=True).fitted["candidates"]
+    losses = [row["nll"] for row in table]
+    assert [row["config"]["n"] for row in table] == [1, 3]
+    assert [row["chosen"] for row in table] == [loss == min(losses) for loss in losses]
+
+
+def test_inspect_prints_the_map_as_json(work: dict[str, Any], tmp_path: Path) -> None:
+    out = tmp_path / "said.json"
+    run("inspect", work["kvmap"], "--json", out)
+    said = json.loads(out.read_text())
+    assert said["scope"] == "slice"
+    assert said["evidence"] is None
+    assert said["target"]["num_kv_heads"] == 1
+
+
+def test_generate_continues_and_says_what_was_mapped(work: dict[str, Any], tmp_path: Path) -> None:
+    out = tmp_path / "said.json"
+    prompt = " ".join(["<bos>", *["after anna ben ."] * 20])
+    run(
+        *("generate", work["kvmap"], *pair(work), "--prompt", prompt, "--allow-unproven"),
+        *("--max-new-tokens", 4, "--repair-window", 8, "--json", out),
+    )
+    said = json.loads(out.read_text())
+    assert len(said["token_ids"]) == 4
+    assert said["tokens"] == {"prompt": 81, "first": 1, "mapped": 72, "repaired": 8, "sink": 1}
+
+
+def test_evaluate_writes_the_report_and_report_shows_it(
+    work: dict[str, Any], tmp_path: Path
+) -> None:
+    out, page, again = tmp_path / "report.json", tmp_path / "report.html", tmp_path / "again.html"
+    few = ("--num-items", 4, "--context-tokens", 256, "--questions", 3, "--resamples", 50)
+    run("evaluate", work["kvmap"], *pair(work), *few, "--json", out, "--html", page)
+    report = json.loads(out.read_text())
+    assert {"target", "source", "mapped", "repair_only", "wrong_document"} <= set(report["arms"])
+    shown = run("report", out, "--html", again)
+    assert "repair_only" in shown
+    assert again.read_text() == page.read_text()
+
+
+def test_doctor_says_how_a_pair_can_be_mapped(work: dict[str, Any], tmp_path: Path) -> None:
+    out = tmp_path / "doctor.json"
+    run("doctor", *pair(work), "--json", out)
+    found = {entry["name"]: entry["usable"] for entry in json.loads(out.read_text())["pair"]}
+    assert found == {
+        "one tokenizer": True,
+        "copy": False,
+        "head": False,
+        "pooled": True,
+        "slice": True,
+    }
+
+
+def test_doctor_counts_the_machine(tmp_path: Path) -> None:
+    out = tmp_path / "doctor.json"
+    run("doctor", "--json", out)
+    names = [entry["name"] for entry in json.loads(out.read_text())["machine"]]
+    assert names[0] == "CPU"
+    assert {"CUDA", "TensorRT", "TensorRT-LLM", "Triton Inference Server"} <= set(names)
