@@ -1,0 +1,21 @@
+"""Every example runs with --validate and keeps its promised last line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_example(example: Path) -> None:
+    assert len(example.read_text().splitlines()) <= 60
+    result = subprocess.run(
+        [sys.executable, str(example), "--validate"], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stdout.splitlines()[-1].startswith("OK: ")
