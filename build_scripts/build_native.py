@@ -38,6 +38,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=OUTPUT, help="where the libraries go")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--offline", action="store_true", help="download and install nothing")
+    parser.add_argument("--tests", action="store_true", help="also what tests/tensorrt needs")
     for part in ("cuda", "torch", "plugin"):
         parser.add_argument(f"--no-{part}", action="store_true", help=f"leave out {part}")
     options = parser.parse_args()
@@ -67,16 +68,23 @@ def choose_parts(options: argparse.Namespace) -> dict[str, str]:
     torch = None if options.no_torch else find_torch(options)
     if torch is not None:
         definitions["TRTLLM_KVMAP_TORCH_DIR"] = str(torch)
+    plugin = nvcc is not None and not options.no_plugin
     headers = None
-    if nvcc is not None and not options.no_plugin:
+    if plugin or options.tests:
         headers = tensorrt_headers(BUILD, offline=options.offline)
         if headers is None:
             print("No plugin: the headers of TensorRT are not here; set TENSORRT_INCLUDE_DIR.")
         else:
             definitions["TENSORRT_INCLUDE_DIR"] = str(headers)
-    for name, present in (("CUDA", nvcc), ("TORCH", torch), ("PLUGIN", headers)):
-        definitions[f"TRTLLM_KVMAP_{name}"] = "OFF" if present is None else "ON"
-    return definitions
+    parts = {
+        "CUDA": nvcc is not None,
+        "TORCH": torch is not None,
+        "PLUGIN": plugin and headers is not None,
+        "TESTS": options.tests and headers is not None,
+    }
+    return definitions | {
+        f"TRTLLM_KVMAP_{name}": "ON" if on else "OFF" for name, on in parts.items()
+    }
 
 
 NO_NVCC = "nvcc is neither on PATH nor in $CUDA_HOME/bin; install the CUDA toolkit for them."

@@ -23,6 +23,9 @@ from environment import MAIN, ROOT, Environment
 
 # What TensorRT-LLM 1.2.1 pins: the oldest stack the hf lane must work on.
 OLDEST = ("torch==2.13.0", "transformers==4.57.3", "numpy<2")
+# The TensorRT runtime that needs no GPU to list, make and serialise plugins; the major version of
+# the headers the plugin is built with (tensorrt_headers.py).
+LEAN = ("tensorrt-lean-cu13-libs==10.15.1.29", "tensorrt-lean-cu13-bindings==10.15.1.29")
 MINUTES = 60.0
 
 
@@ -46,6 +49,12 @@ LANES = (
         Environment(".venv-transformers4", OLDEST, extras="[test]"),
         ("tests/unit", "tests/conformance"),
         5,
+    ),
+    Lane(
+        "tensorrt",
+        Environment(".venv-tensorrt", (*MAIN, *LEAN), extras="[test]"),
+        ("tests/tensorrt",),
+        10,
     ),
 )
 REAL = Lane(
@@ -93,10 +102,26 @@ def check_sources(python: Path) -> list[str]:
     return failed
 
 
+def selects(lane: Lane, expression: str) -> bool:
+    """Whether any test of the lane matches; asked in the main environment, before its own is set
+    up. A lane whose tests cannot even be listed there is run, so that its errors are seen.
+    """
+    collected = subprocess.run(
+        [str(MAIN_ENVIRONMENT.ensure()), "-m", "pytest", "--collect-only", "-q", "-k", expression]
+        + [*lane.tests],
+        check=False,
+        cwd=ROOT,
+        capture_output=True,
+    )
+    return collected.returncode != 5
+
+
 def run_lane(lane: Lane, expression: str | None) -> bool:
     """Run one lane; pytest's exit status 5, nothing selected, is a failure only when no expression
     was given.
     """
+    if expression and not selects(lane, expression):
+        return True
     python = lane.environment.ensure()
     print(f"== lane {lane.name}: {' '.join(lane.tests)}", flush=True)
     selection = ["-k", expression] if expression else []
