@@ -2,7 +2,7 @@
 // compare its own picture of them.
 #include "trtllm_kvmap/mapKvCache.h"
 
-#include "kernels/packedMap.h"
+#include "kernels/numberFormats.h"
 
 #ifdef TRTLLM_KVMAP_EMULATE
 #include "emulator/launch.h"
@@ -46,6 +46,16 @@ void kernelValidate(MapParams const* params, Status* status)
 void kernelMapCpu(MapParams const* params, Status* status)
 {
     *status = mapKvCacheCpu(*params);
+}
+
+// One number after the other to a narrow type and back.
+void kernelRound(float const* numbers, int64_t count, int32_t dtype, void* stored, float* again)
+{
+    for (int64_t i = 0; i < count; ++i)
+    {
+        storeNumber(stored, i, static_cast<DType>(dtype), numbers[i]);
+        again[i] = loadNumber(stored, i, static_cast<DType>(dtype));
+    }
 }
 
 #ifdef TRTLLM_KVMAP_EMULATE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -30,12 +31,9 @@ def build_library(
 ) -> Path:
     """A shared object of ``sources`` (.cpp or .cu), compiled against the headers below ``cpp``.
 
-    Objects are kept by the digest of what they are made of: the source, all headers, the flags.
+    Objects are kept by the digest of what they are made of: the source, its headers, the flags.
     """
-    headers = b"".join(
-        path.read_bytes() for path in sorted(cpp.rglob("*")) if path.suffix in (".h", ".cuh")
-    )
-    objects = [_compile(path, headers, cpp, (*FLAGS, *flags), cache) for path in sources]
+    objects = [_compile(path, cpp, (*FLAGS, *flags), cache) for path in sources]
     key = hashlib.sha256("".join(str(path) for path in objects).encode()).hexdigest()[:16]
     library = cache / f"lib{name}-{key}.so"
     if not library.exists():
@@ -45,8 +43,24 @@ def build_library(
     return library
 
 
-def _compile(path: Path, headers: bytes, cpp: Path, flags: Sequence[str], cache: Path) -> Path:
-    key = hashlib.sha256(headers + path.read_bytes() + " ".join(flags).encode()).hexdigest()[:16]
+def included(path: Path, cpp: Path) -> list[Path]:
+    """``path`` and every header of ours that it includes, directly or not, sorted."""
+    seen: set[Path] = set()
+    left = [path]
+    while left:
+        here = left.pop()
+        seen.add(here)
+        for name in re.findall(r'^\s*#include [<"]([^>"]+)[>"]', here.read_text(), re.MULTILINE):
+            for folder in (here.parent, cpp, cpp / "include"):
+                if (folder / name).is_file() and (folder / name) not in seen:
+                    left.append(folder / name)
+                    break
+    return sorted(seen)
+
+
+def _compile(path: Path, cpp: Path, flags: Sequence[str], cache: Path) -> Path:
+    texts = b"".join(part.read_bytes() for part in included(path, cpp))
+    key = hashlib.sha256(texts + " ".join(flags).encode()).hexdigest()[:16]
     made = cache / f"{path.stem}-{key}.o"
     if not made.exists():
         cache.mkdir(parents=True, exist_ok=True)

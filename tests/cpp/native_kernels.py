@@ -76,7 +76,9 @@ def load(path: Path) -> c.CDLL:
 
 def emulated() -> c.CDLL:
     return load(
-        build_library("kernels", kernel_sources(), flags=("-DTRTLLM_KVMAP_EMULATE", "-march=native"))
+        build_library(
+            "kernels", kernel_sources(), flags=("-DTRTLLM_KVMAP_EMULATE", "-march=native")
+        )
     )
 
 

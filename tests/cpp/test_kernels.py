@@ -1,0 +1,281 @@
+"""The kernels on the emulator, and the scalar CPU version: every conformance case on every variant,
+the whole target memory compared.
+"""
+
+from __future__ import annotations
+
+import ctypes as c
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from half_cases import (
+    build,
+    build_rounded,
+    compare,
+    expect,
+    raw,
+    with_dtype,
+    workspace_error,
+)
+from native_build import cuda_include
+from native_kernels import POISON, aligned, call, emulated, pack, prepare
+from native_structs import AUTO, BFLOAT16, FLOAT8, FLOAT16, FLOAT32, NARROW, SMALL_T, WIDE
+
+# half_cases puts the conformance folder on the path.
+from cases import BASE, CASES, DTYPES, GEOMETRIES, SCOPES, SOURCE, TARGET, Case  # isort: skip
+
+VARIANTS = {"wide": WIDE, "narrow": NARROW, "small-t": SMALL_T}
+TORCH = {FLOAT32: torch.float32, FLOAT16: torch.float16, BFLOAT16: torch.bfloat16}
+SHORT = tuple(case for case in CASES if case.num_tokens < 500)
+
+LONG_K = replace(
+    BASE,
+    id="many-inputs",
+    source=replace(SOURCE, layers=6, heads=4),
+    target=replace(TARGET, layers=1),
+    scope="pooled-all",
+)
+TWO_TILES = replace(LONG_K, id="two-row-tiles", num_tokens=150, first_slot_offset=3, scope="pooled")
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("g++") is None or not (cuda_include() / "cuda_bf16.h").exists(),
+    reason="needs g++ and the CUDA headers (CUDA_HOME)",
+)
+
+
+@pytest.fixture(scope="module")
+def library() -> c.CDLL:
+    return emulated()
+
+
+@pytest.fixture(autouse=True)
+def options(library: c.CDLL) -> Iterator[None]:
+    """Random order, poisoned copies, the source path: for every test anew."""
+    library.kernelOptions(0, 0, 0, c.c_uint64(1))
+    yield
+    library.kernelOptions(0, 0, 0, c.c_uint64(1))
+
+
+def by_id(cases: tuple[Case, ...] | list[Case]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("case", cases, ids=lambda case: case.id)
+
+
+def check(
+    library: c.CDLL,
+    case: Case,
+    compute_type: int,
+    function: str = "kernelMap",
+    **options: object,
+) -> torch.Tensor:
+    """Map, compare the whole memory, return it raw."""
+    half = compute_type != FLOAT32
+    built = build_rounded(case, TORCH[compute_type]) if half else build(case)
+    before, source = raw(built.target_memory), raw(built.source_memory)
+    prepared = prepare(
+        library,
+        built.kvmap,
+        built.source,
+        built.target,
+        built.span,
+        compute_type=compute_type,
+        **options,  # type: ignore[arg-type]
+    )
+    call(library, function, prepared)
+    assert torch.equal(raw(built.source_memory), source), "the source changed"
+    extra = workspace_error(case, built, TORCH[compute_type]) if half else 0.0
+    if function == "kernelMapCpu":
+        extra = 0.0  # it rounds no inputs
+    compare(case, built, before, expect(case, built), extra)
+    return raw(built.target_memory)
+
+
+# ---- every case -------------------------------------------------------------------------------------
+
+
+@by_id(CASES)
+def test_kernels_scalar_cpu_version(library: c.CDLL, case: Case) -> None:
+    check(library, case, FLOAT32, "kernelMapCpu")
+
+
+@by_id([*SCOPES, *DTYPES])
+def test_kernels_scalar_cpu_version_reads_half_weights(library: c.CDLL, case: Case) -> None:
+    check(library, case, BFLOAT16, "kernelMapCpu")
+
+
+@by_id(CASES)
+def test_kernels_float32(library: c.CDLL, case: Case) -> None:
+    check(library, case, FLOAT32)
+
+
+@by_id(SHORT)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_kernels_bfloat16(library: c.CDLL, variant: str, case: Case) -> None:
+    check(library, with_dtype(case, "bfloat16"), BFLOAT16, variant=VARIANTS[variant])
+
+
+@by_id([*GEOMETRIES, *SCOPES])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_kernels_float16(library: c.CDLL, variant: str, case: Case) -> None:
+    check(library, with_dtype(case, "float16"), FLOAT16, variant=VARIANTS[variant])
+
+
+@by_id(DTYPES)
+@pytest.mark.parametrize("compute_type", [FLOAT16, BFLOAT16], ids=["float16", "bfloat16"])
+def test_kernels_between_cache_dtypes(library: c.CDLL, compute_type: int, case: Case) -> None:
+    check(library, case, compute_type)
+
+
+@by_id([LONG_K, TWO_TILES])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_kernels_ring_and_splits(library: c.CDLL, variant: str, case: Case) -> None:
+    check(library, with_dtype(case, "bfloat16"), BFLOAT16, variant=VARIANTS[variant])
+
+
+# ---- what must not matter ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_kernels_give_the_same_bytes_in_any_order(library: c.CDLL, variant: str) -> None:
+    """Threads in any order, copies at any moment: a race would show as another byte."""
+    case = with_dtype(LONG_K, "bfloat16")
+    results = []
+    for order, copies, seed in ((0, 0, 1), (0, 0, 2), (1, 1, 1), (2, 2, 1), (2, 0, 3)):
+        library.kernelOptions(order, copies, 0, c.c_uint64(seed))
+        results.append(check(library, case, BFLOAT16, variant=VARIANTS[variant]))
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("compute_type", [FLOAT32, BFLOAT16])
+def test_kernels_chunks_change_no_byte(library: c.CDLL, compute_type: int) -> None:
+    case = with_dtype(TWO_TILES, "bfloat16")
+    whole = check(library, case, compute_type, variant=WIDE)
+    assert torch.equal(check(library, case, compute_type, variant=WIDE, chunk_tokens=128), whole)
+
+
+def test_kernels_take_int32_indices(library: c.CDLL) -> None:
+    case = with_dtype(next(c for c in SCOPES if c.id == "slice-with-own-layer-0"), "bfloat16")
+    check(library, case, BFLOAT16, index_type=torch.int32)
+    check(library, case, BFLOAT16, "kernelMapCpu", index_type=torch.int32)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_kernels_workspace_is_exact(library: c.CDLL, variant: str) -> None:
+    """Nothing beyond workspaceSize is touched, and nothing in it is read before it is written."""
+    case = with_dtype(LONG_K, "bfloat16")
+    built = build_rounded(case, torch.bfloat16)
+    before = raw(built.target_memory)
+    prepared = prepare(
+        library,
+        built.kvmap,
+        built.source,
+        built.target,
+        built.span,
+        compute_type=BFLOAT16,
+        variant=VARIANTS[variant],
+    )
+    size = prepared.params.workspace_bytes
+    larger = aligned(size + 4096)
+    prepared.params.workspace = larger.data_ptr()
+    call(library, "kernelMap", prepared)
+    assert bool((larger[size:] == POISON).all())
+    assert bool((larger[size - 4096 : size] != POISON).any())
+    compare(case, built, before, expect(case, built), workspace_error(case, built, torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("index", "value"),
+    [
+        ("source_slots", 1 << 40),
+        ("source_slots", -2),
+        ("target_slots", 10_000),
+        ("target_slots", -(1 << 62)),
+        ("positions", 1 << 31),
+        ("positions", -1),
+        ("token_ids", 19),
+        ("token_ids", -1),
+    ],
+)
+@pytest.mark.parametrize("function", ["kernelMap", "kernelMapCpu"])
+def test_kernels_skip_an_index_out_of_range(
+    library: c.CDLL, function: str, index: str, value: int
+) -> None:
+    """The host cannot look into device arrays; a stray index must touch nothing."""
+    case = with_dtype(next(c for c in SCOPES if c.id == "slice-with-own-layer-0"), "bfloat16")
+    built = build_rounded(case, torch.bfloat16)
+    before = raw(built.target_memory)
+    prepared = prepare(
+        library, built.kvmap, built.source, built.target, built.span, compute_type=BFLOAT16
+    )
+    strayed = getattr(built.span, index).clone()
+    strayed[3] = value
+    setattr(prepared.params.span, index, strayed.data_ptr())
+    call(library, function, prepared)
+    skipped = built.span.source_slots.clone()
+    skipped[3] = -1
+    built = replace(built, span=replace(built.span, source_slots=skipped))
+    compare(case, built, before, expect(case, built), workspace_error(case, built, torch.bfloat16))
+
+
+# ---- packing and formats -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16, FLOAT8])
+def test_kernels_host_formats_round_as_torch_does(library: c.CDLL, dtype: int) -> None:
+    kind = {FLOAT16: torch.float16, BFLOAT16: torch.bfloat16, FLOAT8: torch.float8_e4m3fn}[dtype]
+    bits = torch.randint(-(1 << 31), 1 << 31, (200_000,), dtype=torch.int64).to(torch.int32)
+    special = torch.tensor([0.0, -0.0, 448.0, 464.0, 2.0**-9, 2.0**-10, 65519.0, 65520.0, 3e38])
+    numbers = torch.cat([bits.view(torch.float32), torch.randn(100_000), special])
+    if dtype == FLOAT8:  # saturating, as the contract wants it
+        limit = torch.finfo(kind).max
+        wanted = torch.where(numbers.isnan(), numbers, numbers.clamp(-limit, limit)).to(kind)
+    else:
+        wanted = numbers.to(kind)
+    stored, again = torch.empty_like(wanted), torch.empty_like(numbers)
+    library.kernelRound(
+        c.c_void_p(numbers.data_ptr()),
+        c.c_int64(numbers.numel()),
+        dtype,
+        c.c_void_p(stored.data_ptr()),
+        c.c_void_p(again.data_ptr()),
+    )
+    real = ~numbers.isnan()
+    assert torch.equal(raw(stored)[real], raw(wanted)[real])
+    assert bool(again[~real].isnan().all())
+    assert torch.equal(again[real], wanted.float()[real])
+
+
+@pytest.mark.parametrize("compute_type", [FLOAT16, FLOAT32])
+def test_kernels_packed_blocks_hold_every_weight_once(library: c.CDLL, compute_type: int) -> None:
+    """docs/kernels.md's layout, read back with its own formula."""
+    case = replace(LONG_K, target=replace(TARGET, layers=1, heads=1))
+    built = build_rounded(case, torch.float16)
+    packed, blob = pack(library, built.kvmap, compute_type)
+    group = next(g for g in built.kvmap.groups if g.field == "value")
+    assert group.weight is not None
+    inputs, columns = group.weight.shape
+    kind = torch.float16 if compute_type == FLOAT16 else torch.float32
+    weights = blob[packed.weights :].view(kind)
+    k_blocks = -(-inputs // 64)
+    per_group = k_blocks * 64 * 64
+    per_chunk = 16 // weights.element_size()
+    k, n = torch.meshgrid(torch.arange(inputs), torch.arange(columns), indexing="ij")
+    chunk = (k % 64 // per_chunk) ^ (n % 8)
+    place = (k // 64) * 4096 + n * 64 + chunk * per_chunk + k % per_chunk
+    every = [weights[i * per_group : (i + 1) * per_group] for i in range(packed.num_groups)]
+    assert any(torch.equal(part[place].float(), group.weight) for part in every)
+
+
+def test_kernels_auto_picks_by_tokens_and_shape(library: c.CDLL) -> None:
+    built = build_rounded(with_dtype(LONG_K, "bfloat16"), torch.bfloat16)
+    packed, _blob = pack(library, built.kvmap, BFLOAT16)
+
+    def size(tokens: int, variant: int) -> int:
+        return int(library.kernelWorkspaceSize(c.byref(packed), tokens, 0, variant))
+
+    assert size(64, AUTO) == size(64, SMALL_T) != size(64, WIDE)
+    assert size(65, AUTO) == size(65, WIDE)
+    assert size(0, AUTO) == 0
+    assert size(1 << 20, AUTO) == size(2048, AUTO), "the workspace of a long span is bounded"
