@@ -106,14 +106,9 @@ def selects(lane: Lane, expression: str) -> bool:
     """Whether any test of the lane matches; asked in the main environment, before its own is set
     up. A lane whose tests cannot even be listed there is run, so that its errors are seen.
     """
-    collected = subprocess.run(
-        [str(MAIN_ENVIRONMENT.ensure()), "-m", "pytest", "--collect-only", "-q", "-k", expression]
-        + [*lane.tests],
-        check=False,
-        cwd=ROOT,
-        capture_output=True,
-    )
-    return collected.returncode != 5
+    python = str(MAIN_ENVIRONMENT.ensure())
+    command = [python, "-m", "pytest", "--collect-only", "-q", "-k", expression, *lane.tests]
+    return subprocess.run(command, check=False, cwd=ROOT, capture_output=True).returncode != 5
 
 
 def run_lane(lane: Lane, expression: str | None) -> bool:
