@@ -31,7 +31,8 @@ void arrivedOnFiber();
 //! Continue \p to; returns when somebody switches back to \p from. \p fromEnds: nobody will.
 void switchFiber(Fiber& from, Fiber& to, bool fromEnds);
 
-//! Forget a fiber that has ended or is given up.
+//! Forget a fiber that has ended or is given up. TSan's record of it is kept for a while: it gives the numbers of
+//! forgotten fibers to new ones, and would take what both did to global memory for the work of one.
 void discardFiber(Fiber& fiber);
 
 } // namespace trtllm_kvmap::emulator

@@ -1,0 +1,388 @@
+"""The translation of PTX: single opcodes against their definition in the PTX ISA, on values that
+sit at the edges, and what must be refused.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from emulated_build import EMULATOR, missing, shared_object, translated_text
+
+sys.path.insert(0, str(EMULATOR))
+from ptx_parser import PtxError
+from ptxToCpp import translate
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "g++ and headers are here")
+
+NAN, INF = math.nan, math.inf
+
+
+@dataclass(frozen=True)
+class Opcode:
+    """``text`` with {d}, {a}, {b}, {c} for registers; ``types`` are those of d, a, b, c as numpy
+    names them; ``define`` computes d from Python numbers (ints, or floats).
+    """
+
+    text: str
+    types: tuple[str, ...]
+    define: Callable[..., int | float]
+    values: Sequence[Sequence[int | float]] = ()
+
+    @property
+    def name(self) -> str:
+        return self.text.split()[0]
+
+
+U32 = [0, 1, 2, 7, 31, 32, 33, 255, 0x7FFFFFFF, 0x80000000, 0xDEADBEEF, 0xFFFFFFFF]
+S32 = [0, 1, -1, 7, -7, 32, 12345, -54321, 2**31 - 1, -(2**31)]
+S64 = [0, 1, -1, 2**40 + 3, -(2**40), 2**63 - 1, -(2**63)]
+F32 = [0.0, -0.0, 1.0, -1.5, 3.1415927410125732, 1e-40, 3e38, -2.5, 0.5, INF, -INF, NAN]
+F32_FINITE = [0.0, 1.0, -1.5, 3.1415927410125732, 1e-40, 1e10, -2.5, 0.1]
+SHIFTS = [0, 1, 5, 31, 32, 40]
+F8 = [0.0, 1.0, -1.5, 0.0625, 447.0, 448.0, 500.0, -1e6, 0.001, 0.0021, NAN]
+
+
+def f32(value: float) -> float:
+    with np.errstate(over="ignore"):
+        return float(np.float32(value))
+
+
+def signed(value: int, width: int) -> int:
+    value &= 2**width - 1
+    return value - 2**width if value >> (width - 1) else value
+
+
+def rounded(dtype: torch.dtype) -> Callable[[float], int]:
+    return lambda x: int(torch.tensor(x).to(dtype).view(torch.int16).item()) & 0xFFFF
+
+
+def e4m3(value: float) -> int:
+    """Nearest e4m3, ties to even; finite values saturate at 448."""
+    if math.isnan(value):
+        return 0x7F
+    clamped = torch.tensor(max(-448.0, min(448.0, value)))
+    return int(clamped.to(torch.float8_e4m3fn).view(torch.uint8).item())
+
+
+def shift_right(a: int, n: int, width: int) -> int:
+    return a >> min(n, width)  # Python's shift of a negative number repeats the sign
+
+
+def field(a: int, position: int, length: int) -> int:
+    return (a >> position) & ((1 << length) - 1) if length else 0
+
+
+def signed_field(a: int, position: int, length: int) -> int:
+    """bfe.s32: bits beyond the value repeat bit 31, as does the field its own top bit."""
+    if length == 0:
+        return 0
+    return (
+        signed(signed(a, 32) >> position, min(length, 64))
+        if position < 32
+        else (-1 if a >> 31 & 1 else 0)
+    )
+
+
+def insert(f: int, base: int, position: int, length: int) -> int:
+    mask = ((1 << length) - 1) << position & 0xFFFFFFFF
+    return (base & ~mask) | ((f << position) & mask)
+
+
+def permute(a: int, b: int, selector: int) -> int:
+    given = [(b << 32 | a) >> (8 * i) & 255 for i in range(8)]
+    result = 0
+    for i in range(4):
+        nibble = selector >> (4 * i) & 15
+        byte = given[nibble & 7]
+        if nibble & 8:
+            byte = 255 if byte & 128 else 0
+        result |= byte << (8 * i)
+    return result
+
+
+def logic(a: int, b: int, c: int) -> int:
+    """lop3 with table 0xD8: bit (4a + 2b + c) of the table, for each bit."""
+    return sum(
+        (0xD8 >> ((a >> i & 1) * 4 + (b >> i & 1) * 2 + (c >> i & 1)) & 1) << i for i in range(32)
+    )
+
+
+def saturated(x: float, low: int, high: int, whole: Callable[[float], float]) -> int:
+    if math.isnan(x):
+        return 0
+    return low if x == -INF else high if x == INF else max(low, min(high, int(whole(x))))
+
+
+def smaller(a: float, b: float) -> float:
+    if math.isnan(a) or math.isnan(b):
+        return b if math.isnan(a) else a
+    return min((a, b), key=lambda x: (x, math.copysign(1, x)))
+
+
+def larger(a: float, b: float) -> float:
+    if math.isnan(a) or math.isnan(b):
+        return b if math.isnan(a) else a
+    return max((a, b), key=lambda x: (x, math.copysign(1, x)))
+
+
+def quotient(a: int, b: int) -> int:
+    return int(math.copysign(1, a) * math.copysign(1, b)) * (abs(a) // abs(b)) if b else 0
+
+
+NONZERO = [v for v in S32 if v]
+# fmt: off
+OPCODES = [
+    Opcode("add.s32 {d}, {a}, {b}", ("i4",) * 3, lambda a, b: a + b, (S32, S32)),
+    Opcode("sub.s64 {d}, {a}, {b}", ("i8",) * 3, lambda a, b: a - b, (S64, S64)),
+    Opcode("mul.lo.s32 {d}, {a}, {b}", ("i4",) * 3, lambda a, b: a * b, (S32, S32)),
+    Opcode("mul.hi.u32 {d}, {a}, {b}", ("u4",) * 3, lambda a, b: a * b >> 32, (U32, U32)),
+    Opcode("mul.hi.s32 {d}, {a}, {b}", ("i4",) * 3, lambda a, b: a * b >> 32, (S32, S32)),
+    Opcode("mul.wide.s32 {d}, {a}, {b}", ("i8", "i4", "i4"), lambda a, b: a * b, (S32, S32)),
+    Opcode("mul.wide.u32 {d}, {a}, {b}", ("u8", "u4", "u4"), lambda a, b: a * b, (U32, U32)),
+    Opcode(
+        "mad.lo.s32 {d}, {a}, {b}, {c}", ("i4",) * 4, lambda a, b, c: a * b + c, (S32, S32, S32)
+    ),
+    Opcode(
+        "mad.wide.s32 {d}, {a}, {b}, {c}",
+        ("i8", "i4", "i4", "i8"),
+        lambda a, b, c: a * b + c,
+        (S32, S32, S64),
+    ),
+    Opcode("div.s32 {d}, {a}, {b}", ("i4",) * 3, quotient, (S32, NONZERO)),
+    Opcode(
+        "rem.s32 {d}, {a}, {b}", ("i4",) * 3, lambda a, b: a - quotient(a, b) * b, (S32, NONZERO)
+    ),
+    Opcode("min.s32 {d}, {a}, {b}", ("i4",) * 3, min, (S32, S32)),
+    Opcode("max.u32 {d}, {a}, {b}", ("u4",) * 3, max, (U32, U32)),
+    Opcode("abs.s32 {d}, {a}", ("i4",) * 2, abs, (S32,)),
+    Opcode("neg.s64 {d}, {a}", ("i8",) * 2, lambda a: -a, (S64,)),
+    Opcode("and.b32 {d}, {a}, {b}", ("u4",) * 3, lambda a, b: a & b, (U32, U32)),
+    Opcode("or.b64 {d}, {a}, {b}", ("i8",) * 3, lambda a, b: a | b, (S64, S64)),
+    Opcode("xor.b32 {d}, {a}, {b}", ("u4",) * 3, lambda a, b: a ^ b, (U32, U32)),
+    Opcode("not.b32 {d}, {a}", ("u4",) * 2, lambda a: ~a, (U32,)),
+    Opcode("shl.b32 {d}, {a}, {b}", ("u4",) * 3, lambda a, n: a << n, (U32, SHIFTS)),
+    Opcode("shr.u32 {d}, {a}, {b}", ("u4",) * 3, lambda a, n: shift_right(a, n, 32), (U32, SHIFTS)),
+    Opcode("shr.s32 {d}, {a}, {b}", ("i4", "i4", "u4"), lambda a, n: shift_right(a, n, 32),
+           (S32, SHIFTS)),
+    Opcode("shl.b64 {d}, {a}, {b}", ("i8", "i8", "u4"), lambda a, n: a << n, (S64, SHIFTS)),
+    Opcode(
+        "shf.l.wrap.b32 {d}, {a}, {b}, {c}",
+        ("u4",) * 4,
+        lambda a, b, n: ((b << 32 | a) << (n & 31)) >> 32,
+        (U32, U32, SHIFTS),
+    ),
+    Opcode(
+        "shf.r.clamp.b32 {d}, {a}, {b}, {c}",
+        ("u4",) * 4,
+        lambda a, b, n: (b << 32 | a) >> min(n, 32),
+        (U32, U32, SHIFTS),
+    ),
+    Opcode("bfi.b32 {d}, {a}, {b}, {c}, 8", ("u4",) * 4,
+           lambda f, base, p: insert(f, base, p, 8), (U32, U32, SHIFTS)),
+    Opcode("bfe.u32 {d}, {a}, {b}, {c}", ("u4",) * 4, field, (U32, SHIFTS, SHIFTS)),
+    Opcode("bfe.s32 {d}, {a}, {b}, {c}", ("i4", "u4", "u4", "u4"), signed_field,
+           (U32, SHIFTS, SHIFTS)),
+    Opcode("prmt.b32 {d}, {a}, {b}, {c}", ("u4",) * 4, permute,
+           (U32, U32, [0x3210, 0x7654, 0x5410, 0x8D3F])),
+    Opcode("lop3.b32 {d}, {a}, {b}, {c}, 0xD8", ("u4",) * 4, logic, (U32, U32, U32)),
+    Opcode("brev.b32 {d}, {a}", ("u4",) * 2, lambda a: int(f"{a:032b}"[::-1], 2), (U32,)),
+    Opcode("popc.b32 {d}, {a}", ("u4",) * 2, lambda a: a.bit_count(), (U32,)),
+    Opcode("clz.b32 {d}, {a}", ("u4",) * 2, lambda a: 32 - a.bit_length(), (U32,)),
+    Opcode("add.f32 {d}, {a}, {b}", ("f4",) * 3, lambda a, b: f32(a + b), (F32, F32)),
+    Opcode("sub.f32 {d}, {a}, {b}", ("f4",) * 3, lambda a, b: f32(a - b), (F32, F32)),
+    Opcode("mul.f32 {d}, {a}, {b}", ("f4",) * 3, lambda a, b: f32(a * b), (F32, F32)),
+    Opcode(
+        "fma.rn.f32 {d}, {a}, {b}, {c}",
+        ("f4",) * 4,
+        # In float64 the product is exact, and with these values the sum is as well.
+        lambda a, b, c: f32(a * b + c),
+        ([1.0000001192092896, -1.5, 3.0], [1.0000001192092896, 0.1], [-1.0, 0.25, 1.0]),
+    ),
+    Opcode("div.rn.f32 {d}, {a}, {b}", ("f4",) * 3, lambda a, b: f32(a / b) if b else NAN,
+           (F32_FINITE, [1.0, -3.0, 0.1, 7.0])),
+    Opcode("sqrt.rn.f32 {d}, {a}", ("f4",) * 2, lambda a: f32(math.sqrt(a)),
+           ([0.0, 2.0, 0.1, 9.0],)),
+    Opcode("rcp.rn.f32 {d}, {a}", ("f4",) * 2, lambda a: f32(1 / a), ([1.0, 3.0, -0.1],)),
+    Opcode("min.f32 {d}, {a}, {b}", ("f4",) * 3, smaller, (F32, F32)),
+    Opcode("max.f32 {d}, {a}, {b}", ("f4",) * 3, larger, (F32, F32)),
+    Opcode("abs.f32 {d}, {a}", ("f4",) * 2, abs, (F32,)),
+    Opcode("neg.f32 {d}, {a}", ("f4",) * 2, lambda a: -a, (F32,)),
+    Opcode("mov.b32 {d}, {a}", ("u4",) * 2, lambda a: a, (U32,)),
+    Opcode("mov.f32 {d}, 0f40490FDB", ("f4",), lambda: 3.1415927410125732),
+    Opcode("mov.b32 {d}, {{ {a}, {b} }}", ("u4", "u2", "u2"), lambda a, b: a | b << 16,
+           ([0, 1, 0xFFFF], [0, 0x8001, 0xFFFF])),
+    Opcode("cvt.s64.s32 {d}, {a}", ("i8", "i4"), lambda a: a, (S32,)),
+    Opcode("cvt.u64.u32 {d}, {a}", ("u8", "u4"), lambda a: a, (U32,)),
+    Opcode("cvt.u32.u64 {d}, {a}", ("u4", "i8"), lambda a: a, (S64,)),
+    Opcode("cvt.s32.s8 {d}, {a}", ("i4", "u4"), lambda a: signed(a, 8), (U32,)),
+    Opcode("cvt.u16.u32 {d}, {a}", ("u2", "u4"), lambda a: a, (U32,)),
+    Opcode("cvt.rn.f32.s32 {d}, {a}", ("f4", "i4"), lambda a: f32(a), (S32,)),
+    Opcode("cvt.rn.f32.u32 {d}, {a}", ("f4", "u4"), lambda a: f32(a), (U32,)),
+    Opcode("cvt.rzi.s32.f32 {d}, {a}", ("i4", "f4"),
+           lambda a: saturated(a, -(2**31), 2**31 - 1, math.trunc), (F32,)),
+    Opcode("cvt.rni.u32.f32 {d}, {a}", ("u4", "f4"),
+           lambda a: saturated(a, 0, 2**32 - 1, round), (F32,)),
+    Opcode("cvt.rn.bf16.f32 {d}, {a}", ("u2", "f4"), rounded(torch.bfloat16), (F32[:-1],)),
+    Opcode("cvt.rn.f16.f32 {d}, {a}", ("u2", "f4"), rounded(torch.float16), (F32[:-1],)),
+    Opcode("cvt.rn.bf16x2.f32 {d}, {a}, {b}", ("u4", "f4", "f4"),
+           lambda a, b: rounded(torch.bfloat16)(a) << 16 | rounded(torch.bfloat16)(b),
+           (F32[:-1], F32[:-1])),
+    Opcode("cvt.rn.satfinite.e4m3x2.f32 {d}, {a}, {b}", ("u2", "f4", "f4"),
+           lambda a, b: e4m3(a) << 8 | e4m3(b), (F8, F8)),
+    Opcode("setp.lt.s32 {d}, {a}, {b}", ("?", "i4", "i4"), lambda a, b: a < b, (S32, S32)),
+    Opcode("setp.hs.u32 {d}, {a}, {b}", ("?", "u4", "u4"), lambda a, b: a >= b, (U32, U32)),
+    Opcode("setp.ne.f32 {d}, {a}, {b}", ("?", "f4", "f4"),
+           lambda a, b: a != b and not (math.isnan(a) or math.isnan(b)), (F32, F32)),
+    Opcode("setp.leu.f32 {d}, {a}, {b}", ("?", "f4", "f4"), lambda a, b: not a > b, (F32, F32)),
+    Opcode("setp.nan.f32 {d}, {a}, {b}", ("?", "f4", "f4"),
+           lambda a, b: math.isnan(a) or math.isnan(b), (F32, F32)),
+]
+# fmt: on
+
+REGISTERS = {
+    "?": "pred",
+    "u2": "b16",
+    "u4": "b32",
+    "i4": "b32",
+    "u8": "b64",
+    "i8": "b64",
+    "f4": "f32",
+}
+BYTES = {"?": 4, "u2": 2, "u4": 4, "i4": 4, "u8": 8, "i8": 8, "f4": 4}
+
+
+def entry(number: int, opcode: Opcode) -> str:
+    """An entry that reads a, b, c of its thread from arrays, executes, and writes d."""
+    names = ["d", "a", "b", "c"][: len(opcode.types)]
+    lines = [f".reg .{REGISTERS[t]} %{n};" for n, t in zip(names, opcode.types, strict=True)]
+    lines += [".reg .b32 %i, %w;", ".reg .b64 %p, %o;", "mov.u32 %i, %tid.x;"]
+    for position, (name, kind) in enumerate(zip(names, opcode.types, strict=True)):
+        where = f"ld.param.u64 %p, [e{number}_param_0+{8 * position}]; "
+        where += f"mul.wide.u32 %o, %i, {BYTES[kind]}; add.s64 %p, %p, %o;"
+        if name != "d":
+            lines.append(f"{where} ld.global.b{8 * BYTES[kind]} %{name}, [%p];")
+    lines.append(opcode.text.format(d="%d", a="%a", b="%b", c="%c") + ";")
+    kind = opcode.types[0]
+    lines.append(f"ld.param.u64 %p, [e{number}_param_0]; mul.wide.u32 %o, %i, {BYTES[kind]};")
+    lines.append("add.s64 %p, %p, %o;")
+    if kind == "?":
+        lines.append("selp.b32 %w, 1, 0, %d; st.global.b32 [%p], %w;")
+    else:
+        lines.append(f"st.global.b{8 * BYTES[kind]} [%p], %d;")
+    body = "\n\t".join([*lines, "ret;"])
+    parameters = f".param .align 8 .b8 e{number}_param_0[32]"
+    return f".visible .entry e{number}(\n\t{parameters}\n)\n{{\n\t{body}\n}}\n"
+
+
+@pytest.fixture(scope="module")
+def opcodes() -> ctypes.CDLL:
+    """All opcodes in one module, translated and compiled once."""
+    text = "".join(entry(n, opcode) for n, opcode in enumerate(OPCODES))
+    return ctypes.CDLL(
+        str(shared_object("emulator_opcodes", [], translations=[translated_text(text, "opcodes")]))
+    )
+
+
+def run_entry(
+    library: ctypes.CDLL, name: str, threads: int, parameters: bytes, shared: int = 0
+) -> str:
+    function = library.trtllmKvMapEmulatorRunPtx
+    function.restype = ctypes.c_char_p
+    sentence = function(name.encode(), 1, threads, shared, parameters, len(parameters))
+    return sentence.decode() if sentence else ""
+
+
+@pytest.mark.parametrize("number", range(len(OPCODES)), ids=[opcode.name for opcode in OPCODES])
+def test_an_opcode_does_what_the_isa_says(opcodes: ctypes.CDLL, number: int) -> None:
+    opcode = OPCODES[number]
+    grids = np.meshgrid(*(np.arange(len(v)) for v in opcode.values), indexing="ij")
+    rows = [
+        [values[i] for values, i in zip(opcode.values, index, strict=True)]
+        for index in zip(*(g.ravel().tolist() for g in grids), strict=True)
+    ] or [[]]
+    for start in range(0, len(rows), 992):
+        check_rows(opcodes, number, rows[start : start + 992])
+
+
+def check_rows(opcodes: ctypes.CDLL, number: int, rows: list[list[int | float]]) -> None:
+    opcode = OPCODES[number]
+    threads = (len(rows) + 31) // 32 * 32
+    kinds = ["u4" if kind == "?" else kind for kind in opcode.types]
+    arrays = [np.zeros(threads, kind) for kind in kinds]
+    arrays[0].view(np.uint8)[:] = 0xA5
+    exact = [
+        [f32(v) if kind == "f4" else v for v, kind in zip(row, opcode.types[1:], strict=True)]
+        for row in rows
+    ]
+    padded = exact + [exact[0]] * (threads - len(rows))
+    for column, array in enumerate(arrays[1:]):
+        if array.dtype.kind == "f":
+            array[:] = [row[column] for row in padded]
+        else:
+            width = 8 * array.itemsize
+            unsigned = [int(row[column]) & (2**width - 1) for row in padded]
+            array.view(f"u{array.itemsize}")[:] = unsigned
+    addresses = [array.ctypes.data for array in arrays] + [0] * (4 - len(arrays))
+    parameters = np.array(addresses, np.uint64).tobytes()
+    assert run_entry(opcodes, f"e{number}", threads, parameters) == ""
+    for row, result in zip(padded, arrays[0], strict=True):
+        expected = opcode.define(*row)
+        if arrays[0].dtype.kind == "f":
+            want = np.float32(expected)
+            same = (np.isnan(want) and np.isnan(result)) or want.tobytes() == result.tobytes()
+        else:
+            width = 8 * arrays[0].itemsize
+            same = int(expected) & (2**width - 1) == int(result) & (2**width - 1)
+        assert same, f"{opcode.name} of {row}: {result!r}, by definition {expected!r}"
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+def module(
+    body: str, registers: str = ".reg .b32 %r<4>; .reg .f32 %f<4>; .reg .pred %p<4>;"
+) -> str:
+    return f".visible .entry k(\n.param .u64 k_param_0\n)\n{{\n{registers}\n{body}\nret;\n}}\n"
+
+
+@pytest.mark.parametrize(
+    "instruction",
+    [
+        "ex2.approx.f32 %f1, %f2",
+        "div.approx.f32 %f1, %f2, %f3",
+        "add.rz.f32 %f1, %f2, %f3",
+        "add.ftz.f32 %f1, %f2, %f3",
+        "add.sat.s32 %r1, %r2, %r3",
+        "cvt.rz.f32.s32 %f1, %r1",
+        "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%f0}, {%r0}, {%r1}, {%f1}",
+        "ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%r1, %r2}, [%r3]",
+        "cp.async.ca.shared.global [%r1], [%r2], 4",
+        "setp.lt.s32 %p1|%p2, %r1, %r2",
+        "nonsense.b32 %r1, %r2",
+    ],
+)
+def test_unknown_opcodes_are_refused_by_name(instruction: str) -> None:
+    with pytest.raises(PtxError, match=instruction.split()[0].replace(".", r"\.")):
+        translate(module(instruction + ";"), "test")
+
+
+def test_all_unknown_opcodes_are_named_at_once() -> None:
+    with pytest.raises(PtxError) as refused:
+        translate(module("foo.b32 %r1, %r2; bar2.b32 %r1, %r2;"), "test")
+    assert "foo.b32" in str(refused.value)
+    assert "bar2.b32" in str(refused.value)
+
+
+def test_parameters_lie_as_cuda_lays_them() -> None:
+    text = (
+        ".entry k(.param .u8 k_param_0, .param .align 8 .b8 k_param_1[12], .param .u64 k_param_2)"
+    )
+    code = translate(text + " { ret; }", "test")
+    assert 'registerPtxEntry({"k", &run0, 32})' in code
