@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from evaluate_cases import ITEMS, arms_of
 from handmade_maps import copy_map, random_map
 
+from trtllm_kvmap.artifact.native import TokenTable
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.decode.prefill import prefill
 from trtllm_kvmap.evaluate.arms import Arm
@@ -18,6 +20,7 @@ from trtllm_kvmap.evaluate.reading import Reading, judge, read_item
 from trtllm_kvmap.inject.hf_cache import num_entries, take_span, view_pool
 from trtllm_kvmap.mapper.pool import KvPool
 from trtllm_kvmap.models import LoadedModel
+from trtllm_kvmap.spec.slices import Slice
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +135,31 @@ def test_the_wrong_document_keeps_only_the_true_ends(
     middle = bridge.convert(stranger.source.cache, stranger.token_ids, first_tokens=2)
     for mine, theirs in zip(own.values, view_pool(middle).values, strict=True):
         torch.testing.assert_close(mine[:, :, 2:54], theirs[:, :, 2:54])
+
+
+def test_a_map_that_reads_token_ids_reads_the_strangers(
+    pair: tuple[LoadedModel, LoadedModel], reading: Reading
+) -> None:
+    """Every head is a copy of a table of token ids, so the values tell which ids were read."""
+    generator = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, 71, 2, 16, generator=generator)
+    groups = tuple(
+        replace(
+            group,
+            heads=(0, 1),
+            slices=tuple(Slice("target", group.field, 0, head) for head in (0, 1)),
+            weight=None,
+            bias=None,
+        )
+        for group in random_map(*pair).groups
+        if group.heads == (0,)
+    )
+    kvmap = replace(random_map(*pair), groups=groups, token_table=TokenTable(keys, values))
+    read = reading.stranger.token_ids
+    ready = arms_of(kvmap, *pair)["wrong_document"](reading)
+    for mine in view_pool(ready.cache).values:
+        wanted = values[list(read[1:59])].transpose(0, 1)
+        assert torch.equal(mine[0, :, 1:59], wanted)
 
 
 def test_no_context_is_a_text_that_ends_after_the_first_tokens(

@@ -48,7 +48,7 @@ def test_a_broken_reinjection_stops_the_run(
 ) -> None:
     monkeypatch.setattr(arms, "put_span", broken_put_span)
     seen: list[int] = []
-    with pytest.raises(UnprovenError, match="control reinjection failed"):
+    with pytest.raises(UnprovenError, match="control reinjection failed: the cache"):
         evaluate(random_map(*pair), *pair, ITEMS, QUICK, on_item=lambda done, _: seen.append(done))
     assert not seen
 

@@ -125,6 +125,8 @@ def test_native_arms_are_perfect_and_equal(report: Report) -> None:
     assert target["attention_cosine"] == pytest.approx(1.0)
     assert report.arms["source"]["attention_cosine"] is None
     assert report.arms["mapped"]["mapped_share"] == pytest.approx((180 - 3 * 2) / 180)
+    for name in ("copy", "wrong_document"):
+        assert report.arms[name]["mapped_share"] == report.arms["mapped"]["mapped_share"]
     assert report.arms["repair_only"]["mapped_share"] == 0.0
 
 

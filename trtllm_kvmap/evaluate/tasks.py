@@ -113,16 +113,16 @@ def hellaswag_items(config: TaskConfig, tokenizer: Tokenizer) -> list[Item]:
         where = f"{config.data}, line {number}"
         try:
             entry = json.loads(line)
-            context, endings, label = entry["ctx"], entry["endings"], int(entry["label"])
-            context_ids = _ids(tokenizer, context)
-            whole = [_ids(tokenizer, f"{context} {ending}") for ending in endings]
-        except (ValueError, KeyError, TypeError, InputError) as error:
+            context, endings, label = entry["ctx"], list(entry["endings"]), int(entry["label"])
+        except (ValueError, KeyError, TypeError) as error:
             raise InputError(
                 f"{where} is not a HellaSwag item ({error!r}); each line needs the JSON fields "
                 f"ind, ctx, endings and label."
             ) from error
-        choices = tuple(ids[len(context_ids) :] for ids in whole)
         try:
+            context_ids = _ids(tokenizer, context)
+            whole = [_ids(tokenizer, f"{context} {ending}") for ending in endings]
+            choices = tuple(ids[len(context_ids) :] for ids in whole)
             question = Question(stem=(), choices=choices, label=label)
             items.append(Item(context_ids, (question,), choices[label]))
         except InputError as error:
@@ -169,7 +169,8 @@ def _ids(tokenizer: Tokenizer, text: str, **options: bool) -> tuple[int, ...]:
     try:
         return tuple(tokenizer(text, **options).input_ids)
     except Exception as error:  # word-level tokenizers raise nothing narrower for a word they lack
-        raise InputError(f"The tokenizer cannot write {text[:60]!r}... ({error}).") from error
+        shown = str(text)[:60]
+        raise InputError(f"The tokenizer cannot write the text {shown!r} ({error}).") from error
 
 
 def _words(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
