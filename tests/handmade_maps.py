@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from trtllm_kvmap.artifact.kvmap import HeadGroup, KvMap
-from trtllm_kvmap.artifact.native import SinkEntry
+from trtllm_kvmap.artifact.native import SinkEntry, TokenTable
+from trtllm_kvmap.decode.prefill import prefill
 from trtllm_kvmap.models import LoadedModel
 from trtllm_kvmap.spec.slices import FIELDS, Slice
 
@@ -57,6 +60,33 @@ def random_map(
                     )
                 )
     return _kvmap(source, target, "slice", groups, ())
+
+
+def own_layer_map(source: LoadedModel, target: LoadedModel) -> KvMap:
+    """The target's layer 0 is read off its token table, every other layer copied from the source's.
+
+    The table is the cache of every token alone at position 0, where RoPE does not turn.
+    """
+    every_token = torch.arange(target.spec.vocab_size)[:, None]
+    layer = prefill(target, every_token).cache.layers[0]
+    table = TokenTable(layer.keys[:, :, 0], layer.values[:, :, 0])
+    heads, head_dim = target.spec.kv_shape[1:]
+    groups = [
+        HeadGroup(
+            field=field,
+            layer=0,
+            heads=(head,),
+            slices=(Slice("target", field, 0, head),),
+            weight=torch.eye(head_dim),
+            bias=torch.zeros(head_dim),
+        )
+        for field in FIELDS
+        for head in range(heads)
+    ]
+    rest = [group for group in copy_map(source, target).groups if group.layer > 0]
+    return replace(
+        copy_map(source, target), scope="slice", groups=(*groups, *rest), token_table=table
+    )
 
 
 def _kvmap(

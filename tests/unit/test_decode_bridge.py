@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from handmade_maps import copy_map, random_map
+from handmade_maps import copy_map, own_layer_map, random_map
 from random_models import available_architectures
 from streams import require_equal_streams
 
@@ -174,6 +174,21 @@ def test_unequal_geometry_is_mapped_by_the_formula(backend: str, random_model: C
     assert torch.equal(stacked(source_cache), before)
 
 
+def test_a_map_that_reads_token_ids_is_given_the_right_ones(random_model: Callable) -> None:
+    """The target's layer 0 through its own slices, from the token ids alone, is exact."""
+    source, target = random_model(seed=1), random_model(seed=0)
+    kvmap = own_layer_map(source, target)
+    bridge = KvBridge(kvmap, source=source, target=target)
+    ids, mask = tokens(2, 30), torch.ones(2, 30)
+    mask[1, :9] = 0
+    source_cache = prefill(source, ids, attention_mask=mask).cache
+    converted = stacked(bridge.convert(source_cache, ids, first_tokens=0, attention_mask=mask))
+    native = stacked(prefill(target, ids, attention_mask=mask).cache)
+    for row, pads in ((0, 0), (1, 9)):
+        mine, theirs = (whole[:, 0, row, :, pads:] for whole in (converted, native))
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-5)
+
+
 def test_times_of_every_step_are_reported(random_model: Callable) -> None:
     loaded = random_model()
     bridge = KvBridge(copy_map(loaded, loaded), source=loaded, target=loaded)
@@ -303,8 +318,8 @@ def test_the_sink_table_serves_a_batch_only_when_it_knows_every_row(random_model
     ids = tokens(2, 40)
     plan = plan_handoff(40, first_tokens=3, repair_window=8)
     source_cache = prefill(source, ids).cache
-    for known, taken in ((0, 0), (1, 0), (2, 3)):
-        sinks = tuple(sink_of(target, row[:6]) for row in ids[:known])
+    for known, taken in (((), 0), ((6,), 0), ((6, 6), 3), ((6, 2), 2)):
+        sinks = tuple(sink_of(target, row[:n]) for n, row in zip(known, ids, strict=False))
         bridge = KvBridge(copy_map(source, target, sinks), source=source, target=target)
         handoff = bridge.hand_over(source_cache, ids, plan)
         assert handoff.sink_tokens == taken
