@@ -46,7 +46,7 @@ DTYPES = {
 POISON = 0xFF  # a NaN in every type
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """A status that is not OK: its sentence."""
 
 
@@ -84,7 +84,7 @@ def emulated() -> c.CDLL:
 
 def require(status: Status) -> None:
     if status.code:
-        raise Refused(status.sentence.decode())
+        raise RefusedError(status.sentence.decode())
 
 
 def aligned(num_bytes: int, byte: int = POISON) -> torch.Tensor:
@@ -201,7 +201,7 @@ def prepare(
 
 
 def call(library: c.CDLL, function: str, prepared: Prepared) -> None:
-    """kernelMap, kernelMapCpu or kernelValidate; raises Refused with the sentence."""
+    """kernelMap, kernelMapCpu or kernelValidate; raises RefusedError with the sentence."""
     status = Status()
     getattr(library, function)(c.byref(prepared.params), c.byref(status))
     require(status)

@@ -92,7 +92,7 @@ def check(
     return raw(built.target_memory)
 
 
-# ---- every case -------------------------------------------------------------------------------------
+# ---- every case ----
 
 
 @by_id(CASES)
@@ -134,7 +134,7 @@ def test_kernels_ring_and_splits(library: c.CDLL, variant: str, case: Case) -> N
     check(library, with_dtype(case, "bfloat16"), BFLOAT16, variant=VARIANTS[variant])
 
 
-# ---- what must not matter ----------------------------------------------------------------------------
+# ---- what must not matter ----
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -219,7 +219,7 @@ def test_kernels_skip_an_index_out_of_range(
     compare(case, built, before, expect(case, built), workspace_error(case, built, torch.bfloat16))
 
 
-# ---- packing and formats -----------------------------------------------------------------------------
+# ---- packing and formats ----
 
 
 @pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16, FLOAT8])

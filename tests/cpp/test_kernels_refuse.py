@@ -11,7 +11,7 @@ import pytest
 import torch
 from half_cases import build_rounded, raw, with_dtype
 from native_build import cuda_include
-from native_kernels import Refused, call, emulated, map_spec, pack, prepare, require
+from native_kernels import RefusedError, call, emulated, map_spec, pack, prepare, require
 from native_structs import BFLOAT16, MapParams, MapSpec, Status
 
 from cases import SCOPES  # isort: skip
@@ -92,7 +92,7 @@ def test_kernels_refuse(library: c.CDLL, what: str, function: str) -> None:
         library, built.kvmap, built.source, built.target, built.span, compute_type=BFLOAT16
     )
     apply(prepared.params)
-    with pytest.raises(Refused, match=words):
+    with pytest.raises(RefusedError, match=words):
         call(library, function, prepared)
     assert torch.equal(raw(built.target_memory), before)
 
@@ -104,7 +104,7 @@ def test_kernels_refuse_a_workspace_one_byte_short(library: c.CDLL) -> None:
     )
     needed = prepared.params.workspace_bytes
     prepared.params.workspace_bytes = needed - 1
-    with pytest.raises(Refused, match=f"has {needed - 1} bytes.*needs {needed}"):
+    with pytest.raises(RefusedError, match=f"has {needed - 1} bytes.*needs {needed}"):
         call(library, "kernelMap", prepared)
 
 
@@ -149,7 +149,7 @@ def test_kernels_refuse_to_pack(library: c.CDLL, what: str) -> None:
     apply(spec)
     size, status = c.c_size_t(), Status()
     library.kernelPackedMapSize(c.byref(spec), c.byref(size), c.byref(status))
-    with pytest.raises(Refused, match=words):
+    with pytest.raises(RefusedError, match=words):
         require(status)
 
 
@@ -165,5 +165,5 @@ def test_kernels_refuse_a_buffer_too_small_to_pack(library: c.CDLL) -> None:
         c.byref(packed),
         c.byref(status),
     )
-    with pytest.raises(Refused, match=f"buffer of {packed.bytes} bytes"):
+    with pytest.raises(RefusedError, match=f"buffer of {packed.bytes} bytes"):
         require(status)

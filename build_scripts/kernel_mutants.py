@@ -1,0 +1,465 @@
+"""Break the kernels on purpose, one line at a time, and see the emulated tests notice.
+
+    python build_scripts/kernel_mutants.py [--json F] [--only WORD]
+
+Prints, and with --json writes, {"mutants": n, "caught": n, "missed": [...]}. Ends with 1 when one
+was missed. A mutant is caught when a check of tests/cpp/test_kernels.py fails, the emulator reports
+an error, or the process that ran it dies. Nothing outside a temporary folder is changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "cpp")]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``old`` stands once in cpp/kernels/``file``; ``why`` says what is then wrong."""
+
+    file: str
+    old: str
+    new: str
+    why: str
+
+
+GEMM, TILE, STRIP = "groupedGemm.cuh", "finishTile.cuh", "stripRope.cuh"
+RESOLVE, COPY, HOST = "resolveTokens.cuh", "copyHeads.cuh", "mapKvCacheCuda.cu"
+CELLS, PACK = "cacheElements.cuh", "packMap.cpp"
+
+MUTANTS = (
+    # The ring of asynchronous copies.
+    Mutant(
+        GEMM,
+        "__syncthreads();\n        if (next < item.endBlock)",
+        "if (next < item.endBlock)",
+        "no barrier between the wait and the products: other threads' copies are not awaited",
+    ),
+    Mutant(
+        GEMM,
+        "cpAsyncWait<Shape::kStages - 2>();",
+        "cpAsyncWait<Shape::kStages - 1>();",
+        "waits for one group too few: the stage in use has not arrived",
+    ),
+    Mutant(
+        GEMM,
+        "    cpAsyncWait<0>();\n    __syncthreads();\n}",
+        "    cpAsyncWait<0>();\n}",
+        "the ring becomes staging while other warps still multiply from it",
+    ),
+    Mutant(
+        GEMM,
+        "        }\n        cpAsyncCommit();\n        fill =",
+        "            cpAsyncCommit();\n        }\n        fill =",
+        "no empty groups at the end: the constant wait no longer covers the last blocks",
+    ),
+    Mutant(
+        GEMM,
+        "fill = fill + Shape::kStageBytes == end ? ring",
+        "fill = fill + Shape::kStageBytes >= end - Shape::kStageBytes ? ring",
+        "the filled stage wraps one too early",
+    ),
+    Mutant(
+        GEMM,
+        "use = use + Shape::kStageBytes == end ? ring : use + Shape::kStageBytes;",
+        "",
+        "always multiplies the first stage",
+    ),
+    Mutant(
+        GEMM,
+        "    __syncthreads();\n    scatterTile<Shape",
+        "    scatterTile<Shape",
+        "reads the staging tile before every warp has written it",
+    ),
+    Mutant(
+        GEMM,
+        "    __syncthreads(); // staging and ring are the same memory\n",
+        "",
+        "the next item's copies land in a staging tile that is still being read",
+    ),
+    # Fragments and swizzles.
+    Mutant(
+        GEMM,
+        "mmaM16N8K16<T>(accumulators[i][j], x[i], w[0], w[1]);",
+        "mmaM16N8K16<T>(accumulators[i][j], x[i], w[0], w[2]);",
+        "fragment of W from two different column groups",
+    ),
+    Mutant(
+        GEMM,
+        "int32_t const xChunk = lane / 16;",
+        "int32_t const xChunk = lane / 8 % 2;",
+        "lanes name the wrong half of x for ldmatrix",
+    ),
+    Mutant(
+        GEMM,
+        "int32_t const wChunk = lane / 8 % 2;",
+        "int32_t const wChunk = lane / 16;",
+        "lanes name the wrong half of W for ldmatrix",
+    ),
+    Mutant(
+        GEMM,
+        "+ ((chunk ^ (row & 7)) << 4);",
+        "+ ((chunk ^ (row & 3)) << 4);",
+        "x is stored under another swizzle than it is read",
+    ),
+    Mutant(
+        GEMM,
+        "(((2 * k + wChunk) ^ (wRow & 7)) << 4)",
+        "((2 * k + wChunk) << 4)",
+        "W is read without the swizzle it was packed with",
+    ),
+    Mutant(
+        GEMM,
+        "stage + (xRow + 16 * i) * Shape::kRowBytes",
+        "stage + (xRow + 8 * i) * Shape::kRowBytes",
+        "the second block of 16 rows begins at row 8",
+    ),
+    Mutant(
+        GEMM,
+        "warpRow + 16 * i + 8 * h + lane / 4;",
+        "warpRow + 16 * i + h + lane / 4;",
+        "epilogue row: the lower half of a fragment is one row down, not eight",
+    ),
+    Mutant(
+        GEMM,
+        "warpColumn + 8 * j + 2 * (lane % 4);",
+        "warpColumn + 8 * j + 2 * (lane / 8);",
+        "epilogue column by the wrong lanes",
+    ),
+    # Which inputs, which tile.
+    Mutant(
+        GEMM,
+        "own ? chunk - sourceChunks : chunk;",
+        "chunk;",
+        "own slices are counted from the first source slice",
+    ),
+    Mutant(
+        GEMM,
+        "own ? place - args.numSourceSlices : place;",
+        "place;",
+        "an own slice is looked up behind the source's",
+    ),
+    Mutant(
+        GEMM,
+        "group.sliceList + (own ? group.numSourceSlices : 0) + ordinal",
+        "group.sliceList + ordinal",
+        "own slices read the head of the slice list",
+    ),
+    Mutant(
+        GEMM,
+        "* args.chunkTokens + row) * width",
+        "* args.numRowTiles * 128 + row) * width",
+        "slices of the workspace lie chunkTokens apart, not the rows of this chunk",
+    ),
+    Mutant(
+        GEMM,
+        "item.firstRow = rowTile * tileRows;",
+        "item.firstRow = 0;",
+        "every row tile is the first",
+    ),
+    Mutant(
+        GEMM,
+        "item.group.kBlocks * (split + 1) / args.numSplits",
+        "item.group.kBlocks * (split + 1) / args.numSplits - (split > 0)",
+        "a split leaves out its last block",
+    ),
+    Mutant(
+        GEMM,
+        "split * numTiles + static_cast<int32_t>(blockIdx.x)",
+        "split * args.numSplits + static_cast<int32_t>(blockIdx.x)",
+        "the sum of the splits takes other tiles' parts",
+    ),
+    Mutant(
+        GEMM,
+        "if (own && ordinal >= group.numOwnSlices)",
+        "if (own && ordinal > group.numOwnSlices)",
+        "reads one slice beyond the list where K is padded",
+    ),
+    # The end of a tile.
+    Mutant(
+        TILE,
+        "args.rope.cos[angle], args.rope.sin[angle]",
+        "args.rope.cos[angle], -args.rope.sin[angle]",
+        "the target's RoPE turns backwards",
+    ),
+    Mutant(
+        TILE,
+        ".position) * (args.rotaryDim / 2) + pair.rotation",
+        ".position) * (args.headDim / 2) + pair.rotation",
+        "row pitch of the RoPE table: head_dim instead of rotary_dim",
+    ),
+    Mutant(
+        TILE,
+        "args.bias[group.bias + inGroup + 1]",
+        "args.bias[group.bias + inGroup]",
+        "both channels of a pair get the first one's bias",
+    ),
+    Mutant(
+        TILE,
+        "(inHead & kVector ? turning / 2 : 0)",
+        "(inHead & kVector ? args.headDim / 2 : 0)",
+        "the upper half of a partially rotated head lands too far up",
+    ),
+    Mutant(
+        TILE,
+        "(inTile & ~15) + (inTile & 15) / 2 : inTile",
+        "(inTile & ~15) + (inTile & 7) / 2 : inTile",
+        "columns overwrite each other when pairs are untangled",
+    ),
+    Mutant(
+        TILE,
+        "args.headLists[group.headList + inGroup / args.headDim]",
+        "inGroup / args.headDim",
+        "head order: a group's heads are taken to be 0, 1, 2 ...",
+    ),
+    Mutant(
+        TILE,
+        "if (token.sourceBlock < 0 || inGroup",
+        "if (inGroup",
+        "skipped tokens and the rows that fill up a tile are written",
+    ),
+    Mutant(
+        TILE,
+        "headOffset(view, token.targetBlock, head, token.targetOffset)",
+        "headOffset(view, token.sourceBlock, head, token.targetOffset)",
+        "page: the source's block in the target's pool",
+    ),
+    Mutant(
+        TILE,
+        "view.dtype, view.inverseScale, y);",
+        "view.dtype, view.scale, y);",
+        "fp8: multiplied by the scale instead of divided",
+    ),
+    # Stripping and resolving.
+    Mutant(
+        STRIP,
+        "float const sin = -args.rope.sin[pair + i];",
+        "float const sin = args.rope.sin[pair + i];",
+        "the source's RoPE is put on twice",
+    ),
+    Mutant(
+        STRIP,
+        "split ? turning / 2 + first : first + kWidth;",
+        "split ? args.shape.headDim / 2 + first : first + kWidth;",
+        "partner of a pair under partial rotary",
+    ),
+    Mutant(
+        STRIP,
+        "row.sourceBlock, s.head, row.sourceOffset)",
+        "row.sourceBlock, s.head, row.targetOffset)",
+        "page: the target's offset in the source's block",
+    ),
+    Mutant(
+        STRIP,
+        "shape.numKvHeads + s.head) * shape.headDim",
+        "shape.numKvHeads + s.head + 1) * shape.headDim",
+        "the token table is read one head further",
+    ),
+    Mutant(
+        RESOLVE,
+        "target % args.targetTokensPerBlock",
+        "target % args.sourceTokensPerBlock",
+        "page arithmetic with the other pool's tokens_per_block",
+    ),
+    Mutant(
+        RESOLVE,
+        "source / args.sourceTokensPerBlock",
+        "(source + 1) / args.sourceTokensPerBlock",
+        "off by one page at a block's last token",
+    ),
+    Mutant(
+        RESOLVE,
+        "int64_t const token = args.firstToken + index;",
+        "int64_t const token = index;",
+        "every chunk maps the first tokens",
+    ),
+    Mutant(
+        HOST,
+        "args.inverseRopeScale = 1.0f / mParams.sourceRope.scale;",
+        "args.inverseRopeScale = mParams.sourceRope.scale;",
+        "the source's attention_factor is multiplied in, not divided out",
+    ),
+    Mutant(
+        HOST,
+        "narrow ? mMap.narrowTiles : mMap.wideTiles",
+        "narrow ? mMap.wideTiles : mMap.wideTiles",
+        "narrow tiles from the table of wide ones",
+    ),
+    Mutant(
+        HOST,
+        "args.takesVectors = takesVectors(mParams.target) && turnsInVectors",
+        "args.takesVectors = turnsInVectors",
+        "16-byte stores into a pool whose strides do not allow them",
+    ),
+    # Copies, formats, packing.
+    Mutant(
+        COPY,
+        "copy.plain && (!isKey || args.sameRotation)",
+        "copy.plain",
+        "copied keys keep a rotation that the target does not use",
+    ),
+    Mutant(
+        COPY,
+        "    float const sin = rope.sin[pair];",
+        "    float const sin = rope.sin[pair + 1 - 2 * (i & 1)];",
+        "neighbouring pairs exchange their sines",
+    ),
+    Mutant(
+        COPY,
+        "    int32_t const half = shape.rotaryDim / 2;\n    __syncwarp();",
+        "    int32_t const half = shape.rotaryDim / 2;",
+        "a head is turned before all of it is there",
+    ),
+    Mutant(
+        COPY,
+        "if (asStored && args.sameNumbers)",
+        "if (asStored)",
+        "bits are moved between caches of different dtype or scale",
+    ),
+    Mutant(
+        CELLS,
+        "packed.x : packed.y) >> (8 * (i % 4))",
+        "packed.y : packed.x) >> (8 * (i % 4))",
+        "fp8: the two halves of eight channels change places",
+    ),
+    Mutant(
+        CELLS,
+        "words[i / 2] >> (16 * (i % 2)) & 0xffffu",
+        "words[i / 2] >> (16 * (1 - i % 2)) & 0xffffu",
+        "half precision: neighbours change places",
+    ),
+    Mutant(
+        PACK,
+        "given.bias[columnOf[n]]",
+        "given.bias[n]",
+        "the bias keeps the order of channels where the columns do not",
+    ),
+)
+
+
+def run_checks(library_path: Path) -> str:
+    """The first check that a library fails, or an empty string."""
+    import ctypes as c
+
+    import test_kernels as t
+    from cases import CASES
+    from native_kernels import RefusedError, load
+
+    named = {case.id: case for case in (*CASES, t.LONG_K, t.TWO_TILES)}
+    half: list[tuple[str, dict[str, int]]] = [
+        ("slice-with-own-layer-0", {"variant": t.WIDE}),
+        ("many-inputs", {"variant": t.WIDE}),
+        ("many-inputs", {"variant": t.SMALL_T}),
+        ("pooled-with-own-layer-0", {"variant": t.SMALL_T}),
+        ("two-row-tiles", {"variant": t.WIDE, "chunk_tokens": 128}),
+        ("two-row-tiles", {"variant": t.NARROW}),
+        ("rope-partial-source", {"variant": t.WIDE}),
+        ("rope-partial-target", {"variant": t.NARROW}),
+        ("rope-yarn-source", {"variant": t.WIDE}),
+        ("rope-interleaved-target", {"variant": t.WIDE}),
+        ("skip-in-both", {"variant": t.WIDE}),
+        ("blocks-64-to-1", {"variant": t.WIDE}),
+        ("float8_e4m3fn-to-float8_e4m3fn", {"variant": t.WIDE}),
+        ("odd-to-odd", {"variant": t.WIDE}),
+        ("copies-and-slices", {"variant": t.NARROW}),
+        ("copy-turned", {}),
+        ("copy-float8", {}),
+        ("copy-float8-rescaled", {}),
+        ("copies-of-other-fields", {}),
+    ]
+    library = load(library_path)
+    for seed in (1, 2):
+        library.kernelOptions(0, 0, 0, c.c_uint64(seed))
+        for name, options in half:
+            case = t.with_dtype(named[name], "bfloat16")
+            try:
+                t.check(library, case, t.BFLOAT16, **options)
+            except (AssertionError, RefusedError) as error:
+                return f"{name} {options}: {str(error).splitlines()[0][:120]}"
+        if seed == 1:
+            try:
+                t.check(library, named["slice-with-own-layer-0"], t.FLOAT32)
+            except (AssertionError, RefusedError) as error:
+                return f"float32: {str(error).splitlines()[0][:120]}"
+    return ""
+
+
+def _child(path: Path, queue: multiprocessing.SimpleQueue[str]) -> None:
+    queue.put(run_checks(path))
+
+
+def try_mutant(mutant: Mutant | None, folder: Path) -> str:
+    """How the mutant was caught; empty when it was not. None: the sources as they are."""
+    import native_build
+
+    cpp = folder / "cpp"
+    if cpp.exists():
+        shutil.rmtree(cpp)
+    shutil.copytree(ROOT / "cpp", cpp)
+    if mutant:
+        path = cpp / "kernels" / mutant.file
+        text = path.read_text()
+        if text.count(mutant.old) != 1:
+            raise SystemExit(
+                f"{mutant.file} holds {text.count(mutant.old)} times, not once: {mutant.old!r}"
+            )
+        path.write_text(text.replace(mutant.old, mutant.new))
+    library = native_build.build_library(
+        "mutant",
+        native_build.kernel_sources(cpp),
+        cpp,
+        ("-DTRTLLM_KVMAP_EMULATE",),
+        folder / "objects",
+    )
+    queue: multiprocessing.SimpleQueue[str] = multiprocessing.SimpleQueue()
+    process = multiprocessing.Process(target=_child, args=(library, queue))
+    process.start()
+    process.join(timeout=300)
+    if process.is_alive():
+        process.kill()
+        process.join()
+        return "it never ends"
+    if process.exitcode:
+        return f"the process died with {process.exitcode}"
+    return queue.get()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the counts to this file")
+    parser.add_argument("--only", default="", help="only mutants whose file or reason has this")
+    options = parser.parse_args()
+    chosen = [m for m in MUTANTS if options.only in m.file or options.only in m.why]
+    missed: list[dict[str, str]] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        fault = try_mutant(None, folder)
+        if fault:
+            raise SystemExit(f"The sources as they are fail: {fault}")
+        for number, mutant in enumerate(chosen, 1):
+            caught = try_mutant(mutant, folder)
+            verdict = caught or "MISSED"
+            print(
+                f"{number:3}/{len(chosen)} {mutant.file}: {mutant.why}\n        {verdict}",
+                flush=True,
+            )
+            if not caught:
+                missed.append({"file": mutant.file, "new": mutant.new, "why": mutant.why})
+    result = {"mutants": len(chosen), "caught": len(chosen) - len(missed), "missed": missed}
+    print(json.dumps(result))
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

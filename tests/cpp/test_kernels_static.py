@@ -1,0 +1,141 @@
+"""What the compiler made of the kernels: no spills, the tensor-core instructions of the design,
+16-byte accesses.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from native_build import ROOT
+
+ARCHITECTURES = ("80", "90a")
+REGISTERS = 128  # two blocks of 256 threads on a multiprocessor
+
+
+@dataclass(frozen=True)
+class Design:
+    """Per K-block of 64 and warp: 4 steps of kMmaRows x kMmaColumns products and of
+    kMmaRows + kMmaColumns / 2 ldmatrix; per thread (rows + columns) / 32 copies, in the loop and
+    again in each stage of the prologue.
+    """
+
+    rows: int
+    columns: int
+    warp_rows: int
+    stages: int
+
+    @property
+    def products(self) -> int:
+        return 4 * (self.rows // self.warp_rows // 16) * self._columns_of_warp // 8
+
+    @property
+    def matrix_loads(self) -> int:
+        return 4 * (self.rows // self.warp_rows // 16 + self._columns_of_warp // 16)
+
+    @property
+    def copies(self) -> int:
+        return (self.rows + self.columns) // 32 * self.stages
+
+    @property
+    def _columns_of_warp(self) -> int:
+        return self.columns // (8 // self.warp_rows)
+
+
+DESIGNS = {
+    "ILi128ELi128E": Design(128, 128, 2, 3),
+    "ILi128ELi64E": Design(128, 64, 4, 4),
+    "ILi64ELi128E": Design(64, 128, 2, 4),
+}
+
+needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc on PATH")
+needs_nvdisasm = pytest.mark.skipif(
+    shutil.which("nvdisasm") is None,
+    reason="needs nvdisasm on PATH (pip install nvidia-cuda-nvdisasm)",
+)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    cubin: Path
+    report: str
+
+    def usage(self) -> dict[str, tuple[int, int, int]]:
+        """Kernel -> (stack frame, spilled bytes, registers), from ptxas."""
+        pattern = (
+            r"entry function '(\S+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, "
+            r"(\d+) bytes spill loads.*?Used (\d+) registers"
+        )
+        found = re.findall(pattern, self.report, re.DOTALL)
+        return {
+            name: (int(stack), int(stores) + int(loads), int(registers))
+            for name, stack, stores, loads, registers in found
+        }
+
+    def instructions(self) -> dict[str, list[str]]:
+        """Kernel -> opcodes with their suffixes, in order."""
+        done = subprocess.run(
+            ["nvdisasm", "-c", str(self.cubin)], capture_output=True, text=True, check=True
+        )
+        sections = re.split(r"^\.text\.(\S+):$", done.stdout, flags=re.MULTILINE)[1:]
+        pattern = r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_.]*)"
+        return {
+            name: re.findall(pattern, body)
+            for name, body in zip(sections[::2], sections[1::2], strict=True)
+        }
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+    if shutil.which("nvcc") is None:
+        pytest.skip("needs nvcc on PATH")
+    arch, cubin = request.param, tmp_path_factory.mktemp("cubin") / "kernels.cubin"
+    command = ["nvcc", "-std=c++17", "-O3", f"-gencode=arch=compute_{arch},code=sm_{arch}"]
+    command += [f"-I{ROOT / 'cpp'}", f"-I{ROOT / 'cpp' / 'include'}", "-Xptxas=-v", "-cubin"]
+    command += [str(ROOT / "cpp" / "kernels" / "mapKvCacheCuda.cu"), "-o", str(cubin)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return Compiled(cubin, done.stderr)
+
+
+@needs_nvcc
+def test_kernels_spill_nothing(compiled: Compiled) -> None:
+    usage = compiled.usage()
+    assert sum("groupedGemm" in name for name in usage) == 2 * len(DESIGNS)
+    for name, (stack, spilled, registers) in usage.items():
+        assert stack == spilled == 0, f"{name}: {stack} bytes of stack, {spilled} spilled"
+        if "groupedGemm" in name:
+            assert registers <= REGISTERS, f"{name} uses {registers} registers"
+
+
+@needs_nvcc
+@needs_nvdisasm
+def test_kernels_instructions_are_those_of_the_design(compiled: Compiled) -> None:
+    for name, opcodes in compiled.instructions().items():
+        local = [o for o in opcodes if o.startswith(("LDL", "STL"))]
+        assert not local, f"{name} goes to local memory: {local}"
+        if "groupedGemm" not in name:
+            continue
+        design = next(d for shape, d in DESIGNS.items() if shape in name)
+        assert sum(o.startswith("HMMA.16816.F32") for o in opcodes) == design.products, name
+        assert sum(o.startswith("LDSM.16.M88.4") for o in opcodes) == design.matrix_loads, name
+        copies = [o for o in opcodes if o.startswith("LDGSTS")]
+        assert len(copies) == design.copies, name
+        assert all(".128" in o for o in copies), f"{name} copies less than 16 bytes at a time"
+
+
+@needs_nvcc
+@needs_nvdisasm
+def test_kernels_move_16_bytes_at_a_time(compiled: Compiled) -> None:
+    """The vector form of every kernel that reads or writes a cache."""
+    for name, opcodes in compiled.instructions().items():
+        reads = sum(o.startswith("LDG.") and ".128" in o for o in opcodes)
+        writes = sum(o.startswith("STG.") and ".128" in o for o in opcodes)
+        if "stripRopeILi8E" in name or "copyHeads" in name:
+            assert reads >= 2, name
+        if any(kernel in name for kernel in ("stripRopeILi8E", "copyHeads", "Gemm", "finishSpl")):
+            assert writes >= 2, name
