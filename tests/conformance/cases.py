@@ -149,10 +149,11 @@ PAGES = [
     _with("skip-in-both", source={"skipped": (0, 4)}, target={"skipped": (4, 6)}),
     _with("far-positions", first_position=4000),
     _with("positions-in-any-order", num_tokens=5, positions=(7, 3, 3, 900, 0)),
-    _with("long-span-in-blocks", num_tokens=1061, target={"layers": 2}, first_slot_offset=5),
+    _with("long-span-in-blocks", num_tokens=530, target={"layers": 2}, first_slot_offset=5),
     _with(
         "long-span-dense",
-        num_tokens=1061,
+        num_tokens=530,
+        scope="slice-own",
         source={"storage": "dense"},
         target={"layers": 2, "storage": "dense", "skipped": (511, 512, 513)},
     ),
@@ -191,6 +192,7 @@ SCOPES = [
     _with("slice-keys-and-values", scope="slice-mixed"),
     _with("slice-with-own-layer-0", scope="slice-own"),
     _with("pooled-with-own-layer-0", scope="pooled-own"),
+    _with("own-layer-0-and-skips", scope="slice-own", source={"skipped": (0, 3)}),
     _with("slice-named-twice", scope="slice-twice"),
     _with("copy", scope="copy", source=_like_target(), verbatim=True),
     _with("copy-turned", scope="copy", source=_like_target(rope=replace(WIDE, theta=1e4))),
@@ -247,6 +249,12 @@ DTYPES = [
         ("bfloat16", "float8_e4m3fn"),
     )
 ]
+DTYPES.append(
+    _with(
+        "float8-saturates",
+        target={"dtype": "float8_e4m3fn", "key_scale": 2e-3, "value_scale": 2e-3},
+    )
+)
 ROPE_CASES = [
     _with(f"rope-{name}-{side}", first_position=30, **{side: {"rope": rope(name, base)}})
     for name in ROPES
@@ -259,4 +267,12 @@ SHORT_ROPE_CASES = [  # below the length at which these kinds change their frequ
     for side, base in (("source", SOURCE), ("target", TARGET))
 ]
 
-CASES = (*PAGES, *STORAGES, *GEOMETRIES, *SCOPES, *DTYPES, *ROPE_CASES, *SHORT_ROPE_CASES)
+CASES = (
+    *PAGES,
+    *STORAGES,
+    *GEOMETRIES,
+    *SCOPES,
+    *DTYPES,
+    *ROPE_CASES,
+    *SHORT_ROPE_CASES,
+)
