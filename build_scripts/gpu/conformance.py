@@ -1,0 +1,157 @@
+"""The conformance table on a device, on every kernel variant; the whole pool is compared.
+
+python build_scripts/gpu/conformance.py --library build/native [--few] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "conformance")]
+
+from case_build import Built, build, views_of  # noqa: E402
+from cases import CASES, Case  # noqa: E402
+from expected import ABSOLUTE, expect  # noqa: E402
+
+from trtllm_kvmap.mapper.contract import Span  # noqa: E402
+from trtllm_kvmap.mapper.cuda import VARIANTS, CudaMapper, compute_dtype  # noqa: E402
+from trtllm_kvmap.mapper.native import NAME  # noqa: E402
+from trtllm_kvmap.mapper.pool import KvPool  # noqa: E402
+
+# What rounding weights and un-rotated keys to half precision may add, for numbers of about one.
+DECLARED = {torch.float32: 0.0, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}
+FEW = 6
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--library", type=Path, required=True, help=f"the folder of {NAME}")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--few", action="store_true", help=f"every {FEW}th case only")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.ops.load_library(str(options.library / NAME))
+    device = torch.device(options.device)
+    failures, runs = [], 0
+    for case in CASES[:: FEW if options.few else 1]:
+        for title, complaint in attempts(case, device):
+            runs += 1
+            if complaint:
+                failures.append({"case": case.id, "run": title, "complaint": complaint})
+                print(f"{case.id} ({title}): {complaint}")
+    complaint = replay_complaint(device) if device.type == "cuda" else ""
+    if complaint:
+        failures.append({"case": "cuda graph", "run": "replay", "complaint": complaint})
+    findings = {"runs": runs, "failures": failures, "largest_errors": LARGEST}
+    print(f"{runs} runs, {len(failures)} failures")
+    if options.json:
+        options.json.write_text(json.dumps(findings))
+    return 1 if failures else 0
+
+
+LARGEST: dict[str, float] = {}
+
+
+def attempts(case: Case, device: torch.device) -> Iterator[tuple[str, str]]:
+    """(what was run, what was wrong with it or nothing) for every variant that applies, with
+    indices on the host and on the device.
+    """
+    built = build(case)
+    half = compute_dtype(move(case, built, device).target) != torch.float32
+    expected = expect(case, built)
+    for variant in VARIANTS if half else VARIANTS[:1]:
+        for where in ("host", "device"):
+            moved = move(case, built, device)
+            before = raw(moved.target_memory)
+            span = moved.span if where == "host" else span_on(device, moved.span)
+            try:
+                CudaMapper(built.kvmap, variant).map_kv(moved.source, moved.target, span)
+                complaint = compare(case, moved, expected, before)
+            except Exception as error:  # a report of everything that fails, not of the first
+                complaint = f"{type(error).__name__}: {error}"
+            yield f"{variant}, indices on the {where}", complaint
+
+
+def move(case: Case, built: Built, device: torch.device) -> Built:
+    """The pools copied to ``device``, fresh each time; the target as it was poisoned."""
+    memories = built.source_memory.clone().to(device), built.target_memory.clone().to(device)
+    pools = [
+        KvPool(*views_of(side, case, memory), side.key_scale, side.value_scale)
+        for side, memory in zip((case.source, case.target), memories, strict=True)
+    ]
+    return replace(
+        built,
+        source=pools[0],
+        target=pools[1],
+        source_memory=memories[0],
+        target_memory=memories[1],
+    )
+
+
+def span_on(device: torch.device, span: Span) -> Span:
+    ids = None if span.token_ids is None else span.token_ids.to(device)
+    return replace(
+        span,
+        source_slots=span.source_slots.to(device),
+        target_slots=span.target_slots.to(device),
+        positions=span.positions.to(device),
+        token_ids=ids,
+    )
+
+
+def compare(case: Case, moved: Built, expected: Any, before: torch.Tensor) -> str:
+    after = raw(moved.target_memory)
+    if not torch.equal(after[~expected.written], before[~expected.written]):
+        return "another slot changed"
+    found = moved.target_memory.cpu().double()[expected.written]
+    wanted = expected.values[expected.written]
+    if case.verbatim:
+        same = torch.equal(found, wanted.to(moved.target.dtype).double())
+        return "" if same else "a copy lost bits"
+    copied = all(group.weight is None for group in moved.kvmap.groups)
+    declared = 0.0 if copied else DECLARED[compute_dtype(moved.target)]
+    error = (found - wanted).abs()
+    allowed = ABSOLUTE[case.target.dtype] + declared
+    allowed = allowed + wanted.abs() * (torch.finfo(moved.target.dtype).eps + declared)
+    if error.numel():
+        ratio = float((error / allowed).max())
+        LARGEST[case.id] = max(LARGEST.get(case.id, 0.0), ratio)
+        if not ratio <= 1.0:  # NaN as well
+            return f"off by {ratio:.3g} times what is allowed"
+    return ""
+
+
+def replay_complaint(device: torch.device) -> str:
+    """A call captured in a CUDA graph writes, when replayed, what a plain call writes."""
+    case = next(case for case in CASES if case.id == "bfloat16-to-bfloat16")
+    built = build(case)
+    plain, captured = move(case, built, device), move(case, built, device)
+    span = span_on(device, built.span)
+    mapper = CudaMapper(built.kvmap)
+    mapper.map_kv(plain.source, plain.target, span)
+    poisoned = captured.target_memory.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        mapper.map_kv(captured.source, captured.target, span)
+    captured.target_memory.copy_(poisoned)
+    graph.replay()
+    torch.cuda.synchronize()
+    same = torch.equal(raw(captured.target_memory), raw(plain.target_memory))
+    return "" if same else "a replay wrote other bytes than a plain call"
+
+
+def raw(memory: torch.Tensor) -> torch.Tensor:
+    return memory.cpu().view(torch.uint8).view(memory.numel(), -1).clone()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""Whether the hardware's instructions put every number where the emulator's do.
+
+    python build_scripts/gpu/instruction_maps.py [--json FILE]
+
+The same source (tests/cpp/emulator_primitives.cu) is built by nvcc for this card and by g++ for the
+emulator; both get the same inputs. The inputs are small integers, whose sums are exact in any
+order, so every output must be equal bit by bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "tests" / "cpp"), str(ROOT / "build_scripts")]
+
+from emulated_build import shared_object  # noqa: E402
+from emulator_library import Library  # noqa: E402
+
+from gpu.card import architecture  # noqa: E402
+
+SOURCE = ROOT / "tests" / "cpp" / "emulator_primitives.cu"
+BUILD = ROOT / "build" / "acceptance"
+ROUNDS = 16
+
+
+class Machine(Protocol):
+    """Something that runs the kernels on numpy arrays; returns what went wrong, or nothing."""
+
+    def call(self, function: str, *arguments: int | np.ndarray) -> str: ...
+
+
+class Hardware:
+    """The kernels as nvcc built them; arrays travel through GPU memory."""
+
+    def __init__(self) -> None:
+        BUILD.mkdir(parents=True, exist_ok=True)
+        library = BUILD / "libinstruction_maps.so"
+        card = architecture()
+        command = ["nvcc", "-std=c++17", "-O2", f"-gencode=arch=compute_{card},code=sm_{card}"]
+        command += [f"-I{ROOT / 'cpp'}", "-shared", "-Xcompiler", "-fPIC", str(SOURCE)]
+        command += ["-o", str(library)]
+        subprocess.run(command, check=True)
+        self._library = ctypes.CDLL(str(library))
+
+    def call(self, function: str, *arguments: int | np.ndarray) -> str:
+        entry = getattr(self._library, function)
+        entry.restype = ctypes.c_char_p
+        moved = {
+            id(a): torch.from_numpy(a.view(np.uint8).reshape(-1)).cuda()
+            for a in arguments
+            if isinstance(a, np.ndarray)
+        }
+        passed = [
+            ctypes.c_void_p(moved[id(a)].data_ptr())
+            if isinstance(a, np.ndarray)
+            else ctypes.c_int(a)
+            for a in arguments
+        ]
+        torch.cuda.synchronize()
+        sentence = entry(*passed)
+        torch.cuda.synchronize()
+        for a in arguments:
+            if isinstance(a, np.ndarray):
+                a.view(np.uint8).reshape(-1)[:] = moved[id(a)].cpu().numpy()
+        return sentence.decode() if sentence else ""
+
+
+def halves(values: np.ndarray, bf16: int) -> np.ndarray:
+    """Pairs of small integers as uint32, in bf16 or fp16."""
+    dtype = torch.bfloat16 if bf16 else torch.float16
+    return torch.from_numpy(values).to(dtype).contiguous().view(torch.int32).numpy().view("uint32")
+
+
+def check_mma(hardware: Machine, emulator: Machine, random: np.random.Generator) -> bool:
+    same = True
+    for bf16 in (0, 1):
+        a = halves(random.integers(-8, 9, (32, 8)).astype(np.float32), bf16)
+        b = halves(random.integers(-8, 9, (32, 4)).astype(np.float32), bf16)
+        d = random.integers(-64, 65, (32, 4)).astype(np.float32)
+        outputs = [d.copy(), d.copy()]
+        for machine, out in zip((hardware, emulator), outputs, strict=True):
+            require(machine.call("runMma", bf16, a.copy(), b.copy(), out))
+        same &= np.array_equal(*outputs)
+    return same
+
+
+def check_ldmatrix(hardware: Machine, emulator: Machine, random: np.random.Generator) -> bool:
+    same = True
+    for transposed in (0, 1):
+        data = random.integers(0, 256, 2048, dtype=np.uint8)
+        offsets = (random.permutation(128)[:32] * 16).astype(np.int32)
+        outputs = [np.zeros((32, 4), np.uint32) for _ in range(2)]
+        for machine, out in zip((hardware, emulator), outputs, strict=True):
+            require(machine.call("runLdmatrix", transposed, data.copy(), 2048, offsets, out))
+        same &= np.array_equal(*outputs)
+    return same
+
+
+def check_cp_async(hardware: Machine, emulator: Machine, random: np.random.Generator) -> bool:
+    words = random.integers(0, 2**32, (96, 4), dtype=np.uint32)
+    valid = random.integers(0, 2, 32).astype(np.int32)
+    outputs = [np.zeros((96, 4), np.uint32) for _ in range(2)]
+    for machine, out in zip((hardware, emulator), outputs, strict=True):
+        require(machine.call("runCpAsync", 0, 1, words.copy(), valid, out))
+    return np.array_equal(*outputs)
+
+
+def require(sentence: str) -> None:
+    if sentence:
+        raise RuntimeError(sentence)
+
+
+CHECKS = {"mma": check_mma, "ldmatrix": check_ldmatrix, "cp.async": check_cp_async}
+
+
+def compare(hardware: Machine, emulator: Machine) -> dict[str, bool]:
+    """Whether the two agree, for each instruction."""
+    random = np.random.default_rng(7)
+    return {
+        name: all(check(hardware, emulator, random) for _ in range(ROUNDS))
+        for name, check in CHECKS.items()
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    findings = compare(Hardware(), Library(shared_object("primitives", [SOURCE])))
+    print(findings)
+    if options.json:
+        options.json.write_text(json.dumps(findings))
+    return 0 if all(findings.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""The acceptance run for machines with a GPU, as far as a machine without one can try it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "build_scripts"
+sys.path[:0] = [str(SCRIPTS), str(ROOT / "tests" / "cpp")]
+
+from emulated_build import missing, shared_object  # noqa: E402
+from emulator_library import Library  # noqa: E402
+from gpu.instruction_maps import SOURCE, compare  # noqa: E402
+from gpu.workloads import WORKLOADS  # noqa: E402
+from gpu_acceptance import Stage, run, stages  # noqa: E402
+from test_bindings import library  # noqa: E402, F401  the operators, built for the CPU
+
+NINE_MINUTES = 9 * 60
+
+
+def script(name: str, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPTS / name), *options]
+    return subprocess.run(command, check=False, capture_output=True, text=True)
+
+
+def test_acceptance_ends_in_time_and_says_what_it_will_do() -> None:
+    assert sum(stage.seconds for stage in stages()) <= NINE_MINUTES
+    done = script("gpu_acceptance.py", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    for stage in stages():
+        assert stage.name in done.stdout
+    assert "not measured" in done.stdout
+    assert script("gpu_acceptance.py").returncode == 2
+
+
+def test_acceptance_predicts_from_the_shapes() -> None:
+    pooled = next(w for w in WORKLOADS if w.name == "pooled-8")
+    assert pooled.parameters == 64 * 2 * 8192 * 1024  # 8 layers of 8 heads of 128, 8 heads of 128
+    assert pooled.flops(32768) == 2 * 32768 * pooled.parameters
+    numbers = 32768 * 2 * 8 * 128 * (40 + 64)
+    assert pooled.bytes_moved(32768) == 2 * (pooled.parameters + numbers)
+
+
+def test_acceptance_times_what_it_has_validated(library: Path, tmp_path: Path) -> None:  # noqa: F811
+    out = tmp_path / "timing.json"
+    options = ("--library", str(library.parent), "--device", "cpu", "--tiny", "--json", str(out))
+    done = script("gpu/timing.py", *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(out.read_text())["maps"]
+    assert {row["map"].split("-")[0] for row in rows} == {"pooled", "head", "slice", "copy"}
+    assert all(row["correct"] and row["median_ms"] > 0 and row["eager_ms"] > 0 for row in rows)
+
+
+def test_acceptance_runs_the_conformance_table(library: Path, tmp_path: Path) -> None:  # noqa: F811
+    out = tmp_path / "conformance.json"
+    options = ("--library", str(library.parent), "--device", "cpu", "--few", "--json", str(out))
+    done = script("gpu/conformance.py", *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    findings = json.loads(out.read_text())
+    assert findings["runs"] > 20
+    assert findings["failures"] == []
+
+
+@pytest.mark.parametrize("wrong", ["", "runMma", "runLdmatrix", "runCpAsync"])
+def test_acceptance_compares_every_instruction(wrong: str) -> None:
+    """With the emulator in the hardware's place, and with one output of it changed."""
+    if missing():
+        pytest.skip(missing())
+
+    class Changed(Library):
+        def call(self, function: str, *arguments: int | np.ndarray) -> str:
+            sentence = super().call(function, *arguments)
+            if function == wrong:
+                output = arguments[-1]
+                assert isinstance(output, np.ndarray)
+                output[7, 1] += 1
+            return sentence
+
+    emulator = shared_object("primitives", [SOURCE])
+    findings = compare(Changed(emulator), Library(emulator))
+    expected = {"runMma": "mma", "runLdmatrix": "ldmatrix", "runCpAsync": "cp.async"}
+    assert [name for name, same in findings.items() if not same] == (
+        [expected[wrong]] if wrong else []
+    )
+
+
+def test_acceptance_stage_reports_how_it_ended(tmp_path: Path) -> None:
+    python = sys.executable
+    write = "import sys, pathlib; pathlib.Path(sys.argv[2]).write_text('[1]')"
+    passed = run(Stage("a", (python, "-c", write), 20, python), tmp_path)
+    assert (passed["status"], passed["findings"]) == ("passed", [1])
+    assert run(Stage("b", (python, "-c", "exit(3)"), 20, python), tmp_path)["exit"] == 3
+    slow = run(Stage("c", (python, "-c", "import time; time.sleep(9)"), 1, python), tmp_path)
+    assert (slow["status"], slow["exit"]) == ("failed", "ran past 1 s")
+    skipped = run(Stage("d", (python,), 20, "no-such-program"), tmp_path)
+    assert skipped == {"status": "skipped", "why": "no-such-program is not on PATH"}
