@@ -16,7 +16,7 @@ import torch
 from trtllm_kvmap.artifact.fingerprint import Fingerprint
 from trtllm_kvmap.artifact.kvmap import HeadGroup, KvMap
 from trtllm_kvmap.mapper.backends import make_mapper
-from trtllm_kvmap.mapper.contract import Span
+from trtllm_kvmap.mapper.contract import Mapper, Span
 from trtllm_kvmap.mapper.pool import KvPool
 from trtllm_kvmap.rotary import remove_rope
 from trtllm_kvmap.spec.model import ModelSpec
@@ -80,7 +80,8 @@ def whole_span(num_tokens: int) -> Span:
 
 def ratio(one: Callable[[], object], other: Callable[[], object], rounds: int = ROUNDS) -> float:
     """The time of ``one`` over the time of ``other``, each run once before the clock starts."""
-    one(), other()
+    one()
+    other()
     return median(_seconds(one) / _seconds(other) for _ in range(rounds))
 
 
@@ -152,7 +153,7 @@ def ratio_to_aither(
     return ratio(theirs, lambda: mapper.map_kv(before, after, span))
 
 
-def _require_equal(theirs: list, mapper: object, before: KvPool, after: KvPool, span: Span) -> None:
+def _require_equal(theirs: list, mapper: Mapper, before: KvPool, after: KvPool, span: Span) -> None:
     """Two programs that give different answers are not to be compared for speed."""
     mapper.map_kv(before, after, span)
     for (key, value), my_key, my_value in zip(theirs, after.keys, after.values, strict=True):
