@@ -16,7 +16,7 @@ from trtllm_kvmap.artifact.moments import MomentSet
 from trtllm_kvmap.calibrate.config import CalibrationConfig
 from trtllm_kvmap.calibrate.distributed import place, process_group
 from trtllm_kvmap.calibrate.run import calibrate
-from trtllm_kvmap.models import load_model
+from trtllm_kvmap.models import LoadedModel
 
 DOCUMENTS = [
     [1, *np.random.default_rng(seed).integers(2, 71, size=length).tolist()]
@@ -25,9 +25,8 @@ DOCUMENTS = [
 CONFIG = CalibrationConfig(checkpoint_every=1)
 
 
-def one_rank(rank: int, port: int, folders: list[Path], out: Path) -> None:
+def one_rank(rank: int, port: int, pair: list[LoadedModel], out: Path) -> None:
     """What torchrun starts, with the environment that torchrun sets."""
-    torch.set_num_threads(1)
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": "2",
@@ -35,7 +34,6 @@ def one_rank(rank: int, port: int, folders: list[Path], out: Path) -> None:
         "MASTER_PORT": str(port),
     }
     calls: list[tuple[int, int]] = []
-    pair = [load_model(folder) for folder in folders]
     with process_group():
         assert place() == (rank, 2)
         moments = calibrate(
@@ -46,13 +44,14 @@ def one_rank(rank: int, port: int, folders: list[Path], out: Path) -> None:
     moments.save(out.with_name(f"returned-{rank}"))
 
 
-def test_two_processes_equal_one(model_folder: Callable[..., Path], tmp_path: Path) -> None:
-    folders = [model_folder(layers=2, seed=1), model_folder(layers=3, seed=2)]
-    one = calibrate(*map(load_model, folders), DOCUMENTS, CONFIG, tmp_path / "one")
+def test_two_processes_equal_one(random_model: Callable[..., LoadedModel], tmp_path: Path) -> None:
+    pair = [random_model(layers=2, seed=1), random_model(layers=3, seed=2)]
+    one = calibrate(*pair, DOCUMENTS, CONFIG, tmp_path / "one")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mp.spawn(one_rank, (port, folders, tmp_path / "two"), nprocs=2)
+    # Forked, because a spawned process would import everything again, which takes longest.
+    mp.start_processes(one_rank, (port, pair, tmp_path / "two"), nprocs=2, start_method="fork")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["one", "returned-0", "returned-1", "two"]
     two = MomentSet.load(tmp_path / "two")
     assert two.record == one.record
