@@ -6,7 +6,6 @@ import importlib.util
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,18 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "conformance"))
 sys.path.insert(0, str(ROOT / "tests" / "tensorrt"))
 
-from harness import Registry  # noqa: E402
+from harness import Libraries, Registry  # noqa: E402
 
 OUTPUT = ROOT / "build" / "test-tensorrt"
-
-
-@dataclass(frozen=True)
-class Libraries:
-    """What build_native.py built: ``plugin`` is None where there is no nvcc."""
-
-    harness: Path
-    emulated: Path
-    plugin: Path | None
 
 
 @pytest.fixture(scope="session")

@@ -35,6 +35,15 @@ class Tensor(ctypes.Structure):
 
 
 @dataclass(frozen=True)
+class Libraries:
+    """What build_native.py built: ``plugin`` is None where there is no nvcc."""
+
+    harness: Path
+    emulated: Path
+    plugin: Path | None
+
+
+@dataclass(frozen=True)
 class Registry:
     """The registry of the runtime in ``runtime``, with the plugin library loaded into it."""
 

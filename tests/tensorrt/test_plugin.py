@@ -14,10 +14,22 @@ import numpy as np
 import pytest
 import torch
 from cases import BASE, CASES
-from conftest import ROOT, Libraries
-from harness import BF16, CHW32, FLOAT, HALF, INT32, INT64, RUNTIME, Plugin, Registry, Tensor
+from harness import (
+    BF16,
+    CHW32,
+    FLOAT,
+    HALF,
+    INT32,
+    INT64,
+    RUNTIME,
+    Libraries,
+    Plugin,
+    Registry,
+    Tensor,
+)
 from plugin_case import DENSE, PluginCase, dense_case, paged_case
 
+ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "plugins" / "kvMapPlugin" / "README.md"
 CONFIG = ROOT / "plugins" / "kvMapPlugin" / "KvMap_PluginConfig.yaml"
 OWN = next(case for case in CASES if case.id == "slice-with-own-layer-0")
