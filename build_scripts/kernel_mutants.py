@@ -157,7 +157,7 @@ MUTANTS = (
     Mutant(
         GEMM,
         "* args.chunkTokens + row) * width",
-        "* args.numRowTiles * 128 + row) * width",
+        "* args.numRowTiles * 64 + row) * width",
         "slices of the workspace lie chunkTokens apart, not the rows of this chunk",
     ),
     Mutant(
@@ -360,7 +360,7 @@ def run_checks(library_path: Path) -> str:
         ("many-inputs", {"variant": t.WIDE}),
         ("many-inputs", {"variant": t.SMALL_T}),
         ("pooled-with-own-layer-0", {"variant": t.SMALL_T}),
-        ("two-row-tiles", {"variant": t.WIDE, "chunk_tokens": 128}),
+        ("two-row-tiles", {"variant": t.WIDE, "chunk_tokens": 256}),
         ("two-row-tiles", {"variant": t.NARROW}),
         ("rope-partial-source", {"variant": t.WIDE}),
         ("rope-partial-target", {"variant": t.NARROW}),

@@ -13,10 +13,12 @@
 namespace trtllm_kvmap::kernels
 {
 
-//! kRows tokens x kColumns columns, eight warps as kWarpRows x (8 / kWarpRows). kSplitsK: an item may be a part of K.
-template <int kRowsOfTile, int kColumnsOfTile, int kWarpRows, int kRing, bool kSplits>
+//! kRows tokens x kColumns columns, eight warps as kWarpRows x (8 / kWarpRows), kResident blocks on a multiprocessor.
+//! kSplitsK: an item may be a part of K.
+template <int kRowsOfTile, int kColumnsOfTile, int kWarpRows, int kRing, int kResidentBlocks, bool kSplits>
 struct GemmShape
 {
+    static constexpr int kResident = kResidentBlocks;
     static constexpr bool kSplitsK = kSplits;
     static constexpr int kRows = kRowsOfTile;
     static constexpr int kColumns = kColumnsOfTile;
@@ -33,9 +35,11 @@ struct GemmShape
     static constexpr int kSharedBytes = kRingBytes > kStagingBytes ? kRingBytes : kStagingBytes;
 };
 
-using WideShape = GemmShape<kTileRows, kWideColumns, 2, 3, false>;
-using NarrowShape = GemmShape<kTileRows, kBlockColumns, 4, 4, false>;
-using SmallTShape = GemmShape<kSmallTileRows, kWideColumns, 2, 4, true>;
+// A wide tile does 85 FLOP for each byte it takes from the L2 cache, which is what limits tiles of 128 x 128 (64); its
+// accumulators leave room for one block. The others hide their beginnings and endings behind a second block.
+using WideShape = GemmShape<kWideTileRows, kWideColumns, 4, 3, 1, false>;
+using NarrowShape = GemmShape<kNarrowTileRows, kBlockColumns, 4, 4, 2, false>;
+using SmallTShape = GemmShape<kSmallTileRows, kWideColumns, 2, 4, 2, true>;
 
 //! One work item, decoded.
 struct WorkItem
@@ -273,7 +277,7 @@ __device__ __forceinline__ void storePartial(
 }
 
 template <typename T, typename Shape>
-__global__ void __launch_bounds__(kGemmThreads, 2) groupedGemm(__grid_constant__ GemmArgs const args)
+__global__ void __launch_bounds__(kGemmThreads, Shape::kResident) groupedGemm(__grid_constant__ GemmArgs const args)
 {
     TRTLLM_KVMAP_DYNAMIC_SHARED(shared);
     int32_t const numItems = args.numRowTiles * args.numTiles * args.numSplits;

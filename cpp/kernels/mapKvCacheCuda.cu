@@ -16,9 +16,6 @@ namespace
 
 using namespace kernels;
 
-//! Blocks of the persistent kernels that fit on a multiprocessor at once.
-constexpr int32_t kBlocksPerMultiprocessor = 2;
-
 int32_t blocksFor(int64_t items, int32_t perBlock)
 {
     return static_cast<int32_t>((items + perBlock - 1) / perBlock);
@@ -168,9 +165,10 @@ private:
         return args;
     }
 
-    int32_t persistentBlocks(int64_t items) const
+    //! A grid of as many blocks as can be resident, or as there are items.
+    int32_t persistentBlocks(int64_t items, int32_t perMultiprocessor) const
     {
-        int64_t const resident = int64_t{kBlocksPerMultiprocessor} * multiprocessorCount();
+        int64_t const resident = int64_t{perMultiprocessor} * multiprocessorCount();
         return static_cast<int32_t>(resident > 0 ? std::min(items, resident) : items);
     }
 
@@ -184,7 +182,8 @@ private:
         switch (mMap.computeType)
         {
         case DType::kFLOAT32:
-            return launchKernel(plainGemm, persistentBlocks(int64_t{args.numRowTiles} * args.numTiles), kGemmThreads,
+            return launchKernel(plainGemm,
+                persistentBlocks(int64_t{args.numRowTiles} * args.numTiles, PlainShape::kResident), kGemmThreads,
                 PlainShape::kSharedBytes, mStream, args);
         case DType::kFLOAT16:
             return multiplyAs<__half>(args);
@@ -211,7 +210,7 @@ private:
     char const* multiplyIn(GemmArgs const& args)
     {
         int64_t const tiles = int64_t{args.numRowTiles} * args.numTiles;
-        char const* const error = launchKernel(groupedGemm<T, Shape>, persistentBlocks(tiles * args.numSplits),
+        char const* const error = launchKernel(groupedGemm<T, Shape>, persistentBlocks(tiles * args.numSplits, Shape::kResident),
             kGemmThreads, Shape::kSharedBytes, mStream, args);
         if constexpr (Shape::kSplitsK)
         {

@@ -9,12 +9,13 @@ namespace trtllm_kvmap::kernels
 
 struct PlainShape
 {
-    static constexpr int kRows = kTileRows;
+    static constexpr int kRows = kNarrowTileRows;
     static constexpr int kColumns = kBlockColumns;
     static constexpr int kInputPitch = kBlockInputs + 4; // floats in a shared row of inputs
     static constexpr int kInputBytes = kRows * kInputPitch * static_cast<int>(sizeof(float));
     static constexpr int kWeightBytes = kBlockElements * static_cast<int>(sizeof(float));
     static constexpr int kSharedBytes = kInputBytes + kWeightBytes;
+    static constexpr int kResident = 2;
     static constexpr int kThreadRows = 8;    // rows 16 apart
     static constexpr int kThreadColumns = 4; // neighbours: two pairs
     static_assert(stagingBytes(kRows, kColumns) <= kSharedBytes, "staging reuses the inputs' memory");

@@ -8,7 +8,8 @@
 namespace trtllm_kvmap
 {
 
-constexpr int32_t kTileRows = 128;
+constexpr int32_t kWideTileRows = 256;
+constexpr int32_t kNarrowTileRows = 128;
 constexpr int32_t kSmallTileRows = 64;
 constexpr int64_t kWorkspaceAlignment = 256;
 // Tiles that keep a large GPU busy for about two waves of two blocks a multiprocessor. A constant, not a question to
@@ -55,9 +56,9 @@ inline Variant chooseVariant(PackedMap const& map, int64_t numTokens, Variant wa
     {
         return Variant::kSMALL_T;
     }
-    // Wide tiles unless more than a quarter of their columns would be padding.
+    // Wide tiles unless half of their rows or a quarter of their columns would be padding.
     bool const full = 4 * int64_t{map.numNarrowTiles} >= 3 * 2 * int64_t{map.numWideTiles};
-    return full ? Variant::kWIDE : Variant::kNARROW;
+    return full && numTokens > kNarrowTileRows ? Variant::kWIDE : Variant::kNARROW;
 }
 
 inline WorkspaceLayout layOutWorkspace(PackedMap const& map, int64_t numTokens, int32_t chunkTokens, Variant wanted)
@@ -65,7 +66,9 @@ inline WorkspaceLayout layOutWorkspace(PackedMap const& map, int64_t numTokens, 
     WorkspaceLayout layout{};
     layout.variant = chooseVariant(map, numTokens, wanted);
     bool const small = layout.variant == Variant::kSMALL_T;
-    layout.tileRows = small ? kSmallTileRows : kTileRows;
+    layout.tileRows = small ? kSmallTileRows
+        : layout.variant == Variant::kNARROW ? kNarrowTileRows
+                                             : kWideTileRows;
     layout.numTiles = layout.variant == Variant::kNARROW ? map.numNarrowTiles : map.numWideTiles;
     int64_t const limit = small ? kSmallTileRows : chunkTokens > 0 ? chunkTokens : kDefaultChunkTokens;
     layout.chunkTokens = static_cast<int32_t>(roundUp(std::min(numTokens, limit), layout.tileRows));

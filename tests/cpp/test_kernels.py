@@ -38,7 +38,7 @@ LONG_K = replace(
     target=replace(TARGET, layers=1),
     scope="pooled-all",
 )
-TWO_TILES = replace(LONG_K, id="two-row-tiles", num_tokens=150, first_slot_offset=3, scope="pooled")
+TWO_TILES = replace(LONG_K, id="two-row-tiles", num_tokens=300, first_slot_offset=3, scope="pooled")
 
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None or not (cuda_include() / "cuda_bf16.h").exists(),
@@ -152,7 +152,7 @@ def test_kernels_give_the_same_bytes_in_any_order(library: c.CDLL, variant: str)
 def test_kernels_chunks_change_no_byte(library: c.CDLL, compute_type: int) -> None:
     case = with_dtype(TWO_TILES, "bfloat16")
     whole = check(library, case, compute_type, variant=WIDE)
-    assert torch.equal(check(library, case, compute_type, variant=WIDE, chunk_tokens=128), whole)
+    assert torch.equal(check(library, case, compute_type, variant=WIDE, chunk_tokens=256), whole)
 
 
 def test_kernels_take_int32_indices(library: c.CDLL) -> None:
@@ -276,6 +276,7 @@ def test_kernels_auto_picks_by_tokens_and_shape(library: c.CDLL) -> None:
         return int(library.kernelWorkspaceSize(c.byref(packed), tokens, 0, variant))
 
     assert size(64, AUTO) == size(64, SMALL_T) != size(64, WIDE)
-    assert size(65, AUTO) == size(65, WIDE)
+    assert size(65, AUTO) == size(128, AUTO) == size(128, NARROW)
+    assert size(129, AUTO) == size(129, WIDE)
     assert size(0, AUTO) == 0
     assert size(1 << 20, AUTO) == size(2048, AUTO), "the workspace of a long span is bounded"

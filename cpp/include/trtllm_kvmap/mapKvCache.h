@@ -50,8 +50,8 @@ enum class Origin : int32_t
 enum class Variant : int32_t
 {
     kAUTO = 0,
-    kWIDE = 1,    // tiles of 128 tokens x 128 columns: pooled maps, heads of 128
-    kNARROW = 2,  // 128 x 64: heads of 64 and less
+    kWIDE = 1,    // tiles of 256 tokens x 128 columns: pooled maps, heads of 128
+    kNARROW = 2,  // 128 x 64: heads of 64 and less, or a hundred tokens
     kSMALL_T = 3, // 64 x 128, weights streamed once, split along K: a handful of tokens
 };
 
