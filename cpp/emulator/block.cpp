@@ -54,6 +54,9 @@ char const* name(Collective collective)
     case Collective::kLDMATRIX_TRANS: return "ldmatrix.trans";
     case Collective::kMMA_BF16: return "mma.sync bf16";
     case Collective::kMMA_FP16: return "mma.sync fp16";
+    case Collective::kWGMMA: return "wgmma.mma_async";
+    case Collective::kWGMMA_COMMIT: return "wgmma.commit_group";
+    case Collective::kWGMMA_WAIT: return "wgmma.wait_group";
     }
     return "?";
 }
@@ -129,6 +132,10 @@ void Block::unmapMemory()
 
 void Block::poisonShared()
 {
+    if (underAsan())
+    {
+        __asan_unpoison_memory_region(mShared - kMARGIN, kMARGIN + mSharedBytes + kMARGIN);
+    }
     std::memset(mShared - kMARGIN, kMARGIN_BYTE, kMARGIN);
     std::memset(mShared + mSharedBytes, kMARGIN_BYTE, kMARGIN);
     std::memset(mShared, kPOISON, mSharedBytes);
@@ -170,6 +177,9 @@ void Block::start(std::uint64_t index)
     mFailed = false;
     mGatherings.fill({});
     mBarriers.fill({});
+    mWarpgroups.fill({});
+    numMbarriers = 0;
+    numTensorCopies = 0;
     poisonShared();
     for (Thread& thread : mThreads)
     {
@@ -214,6 +224,11 @@ std::string Block::run(std::uint64_t index)
         error = "block (" + std::to_string(block.x) + ", " + std::to_string(block.y) + ", " + std::to_string(block.z)
             + "): deadlock, nobody can go on: " + describeWait() + ".";
     }
+    else if (numTensorCopies > 0)
+    {
+        error = "the block ends with " + std::to_string(numTensorCopies)
+            + " TMA copies in flight; nobody waited for their mbarrier";
+    }
     else
     {
         error = checkMargins();
@@ -235,6 +250,8 @@ std::string Block::describeWait() const
         {
         case Thread::State::kAT_COLLECTIVE: return std::string("at ") + name(thread.collective);
         case Thread::State::kAT_BARRIER: return "at barrier " + std::to_string(thread.barrier);
+        case Thread::State::kAT_MBARRIER:
+            return "at the mbarrier at shared address " + std::to_string(thread.mbarrier - kSHARED_BASE);
         case Thread::State::kENDED: return "ended";
         case Thread::State::kREADY: break;
         }
@@ -283,6 +300,10 @@ void Block::threadEntry()
         emulator::fail("the thread ends with %zu cp.async in flight; a cp.async.wait_group is missing",
             thread.copies.size());
     }
+    if (!block.warpgroup(thread).products.empty())
+    {
+        emulator::fail("the thread ends with a wgmma in flight; a wgmma.wait_group is missing");
+    }
     releaseOrder(&gEndOfThreads);
     thread.state = Thread::State::kENDED;
     --block.mNumAlive;
@@ -305,8 +326,24 @@ void Block::makeReady(Thread& thread)
     mReady[static_cast<std::size_t>(mNumReady++)] = thread.linear;
 }
 
+void Block::landTensorCopies()
+{
+    // In any order; the late ones, half of them, when nobody can go on without, the others at any time before.
+    constexpr unsigned kSELDOM = 8;
+    bool const poisoned = mOptions.asyncCopies == AsyncCopies::kPOISONED;
+    while (numTensorCopies > 0 && mNumAlive > 0 && (mNumReady == 0 || (poisoned && random() % kSELDOM == 0)))
+    {
+        auto const chosen = static_cast<int>(random() % static_cast<unsigned>(numTensorCopies));
+        if (mNumReady == 0 || !tensorCopies[static_cast<std::size_t>(chosen)].late)
+        {
+            landTensorCopy(*this, chosen);
+        }
+    }
+}
+
 Thread* Block::next()
 {
+    landTensorCopies();
     if (mNumReady == 0)
     {
         return nullptr;
@@ -376,10 +413,50 @@ void* Block::token(int index, unsigned generation) const
     return mMemory + static_cast<std::size_t>(index) * 2 + (generation & 1);
 }
 
+bool Block::waitForMbarrier(std::uint32_t address)
+{
+    Thread& self = *mRunning;
+    if (mOptions.order == ThreadOrder::kRANDOM && (random() & 1) != 0)
+    {
+        makeReady(self);
+        reschedule();
+        return false;
+    }
+    self.state = Thread::State::kAT_MBARRIER;
+    self.mbarrier = address;
+    reschedule();
+    return true;
+}
+
+void Block::wakeMbarrierWaiters(std::uint32_t address)
+{
+    for (Thread& thread : mThreads)
+    {
+        if (thread.state == Thread::State::kAT_MBARRIER && thread.mbarrier == address)
+        {
+            makeReady(thread);
+        }
+    }
+}
+
+void* Block::mbarrierToken(Mbarrier const& mbarrier, std::uint32_t phase) const
+{
+    return token(kNUM_BARRIERS + kMAX_THREADS / kWARP + mbarrier.slot, phase);
+}
+
+void* Block::mbarrierToken(Mbarrier const& mbarrier) const
+{
+    return mbarrierToken(mbarrier, mbarrier.phase);
+}
+
 void Block::gather(Collective collective, int size, void* operands, void (*execute)(Block&, Thread*))
 {
     Thread& self = *mRunning;
     int const first = self.linear / size * size;
+    if (first + size > mNumThreads)
+    {
+        emulator::fail("%s needs groups of %d threads; the block has %d", name(collective), size, mNumThreads);
+    }
     Thread* const group = &mThreads[static_cast<std::size_t>(first)];
     Gathering& gathering = mGatherings[static_cast<std::size_t>(first / kWARP)];
     if (gathering.arrived > 0 && gathering.collective != collective)

@@ -4,6 +4,7 @@
 // width, whatever it holds; an instruction's type says how its bits are read.
 
 #include "emulator/cudaEmulator.h"
+#include "emulator/hopper.h"
 
 #include <cmath>
 #include <cstdint>

@@ -24,7 +24,7 @@ from ptx_operation import (
     predicate,
     register,
 )
-from ptx_parser import Instruction, PtxError
+from ptx_parser import Instruction, PtxError, split_operands
 
 
 def emit(instruction: Instruction, names: Names) -> str:
@@ -391,7 +391,13 @@ def _atomic(op: Operation, where: int, destination: str) -> str | None:
     return op.put(f"{ATOMICS[operation]}({pointer}, {values})", destination)
 
 
+# Orders between the ordinary and the asynchronous proxy: not modelled, and so nothing.
+PROXY_FENCES = ("fence.proxy.async.shared::cta", "fence.mbarrier_init.release.cluster")
+
+
 def _fence(op: Operation) -> str | None:
+    if op.opcode in PROXY_FENCES:
+        return ";"
     known = op.opcode in ("membar.gl", "fence.acq_rel.gpu", "fence.sc.gpu")
     return "emulator::threadFence();" if known else None
 
@@ -489,6 +495,8 @@ def _mma(op: Operation) -> str | None:
 
 
 def _cp(op: Operation) -> str | None:
+    if op.opcode.startswith("cp.async.bulk"):
+        return _tensor_copy(op)
     opcode = re.sub(r"\.L2::\w+", "", op.opcode)
     if opcode == "cp.async.commit_group":
         return "emulator::asyncCommit();"
@@ -502,6 +510,63 @@ def _cp(op: Operation) -> str | None:
     ignored = len(op.operands) == 4
     valid = f"emulator::wholeOrNothing({op.source(3, 'u32')})" if ignored else "true"
     return f"emulator::asyncCopy16({op.shared_address(0)}, {source}, {valid});"
+
+
+# ---- sm_90a --------------------------------------------------------------------------------------
+
+
+def _tensor_copy(op: Operation) -> str | None:
+    """``[destination], [map, {x, y}], [mbarrier]``."""
+    match = re.fullmatch(
+        r"cp\.async\.bulk\.tensor\.([1-5])d\.shared::cluster\.global"
+        r"\.mbarrier::complete_tx::bytes",
+        op.opcode,
+    )
+    if match is None:
+        return None
+    pointer, coordinates = split_operands(op.operands[1][1:-1])
+    at = ", ".join(op.get(name, "s32") for name in elements(coordinates))
+    tensor = f"reinterpret_cast<CUtensorMap const*>({op.bits(pointer)})"
+    copy = f"{op.shared_address(0)}, {tensor}, {match[1]}, at, {op.shared_address(2)}"
+    return f"{{ std::int32_t const at[]{{{at}}}; emulator::copyTensorBox({copy}); }}"
+
+
+def _mbarrier(op: Operation) -> str | None:
+    opcode = op.opcode.replace(".shared::cta", ".shared")
+    if opcode == "mbarrier.init.shared.b64":
+        return f"emulator::initMbarrier({op.shared_address(0)}, {op.source(1, 'u32')});"
+    if opcode == "mbarrier.try_wait.parity.shared.b64":
+        wait = f"emulator::tryWaitMbarrier({op.shared_address(1)}, {op.source(2, 'u32')})"
+        return op.put(wait)
+    if opcode == "mbarrier.arrive.shared.b64" and op.operands[0] == "_":
+        return f"emulator::arriveMbarrier({op.shared_address(1)}, 0);"
+    if opcode == "mbarrier.arrive.expect_tx.shared.b64" and op.operands[0] == "_":
+        return f"emulator::arriveMbarrier({op.shared_address(1)}, {op.source(2, 'u32')});"
+    return None
+
+
+def _wgmma(op: Operation) -> str | None:
+    if op.opcode == "wgmma.fence.sync.aligned":
+        return ";"
+    if op.opcode == "wgmma.commit_group.sync.aligned":
+        return "emulator::commitWarpgroup();"
+    if op.opcode == "wgmma.wait_group.sync.aligned":
+        return f"emulator::waitWarpgroup({int(op.operands[0])});"
+    match = re.fullmatch(
+        r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(bf16|f16)\.\2", op.opcode
+    )
+    if match is None:
+        return None
+    d, a, b, add, *immediates = op.operands
+    if a.startswith("{") or immediates != ["1", "1", "0", "0"]:
+        return None  # A from registers, negated or transposed operands
+    start = ", ".join(op.get(name, "f32") for name in elements(d))
+    puts = " ".join(op.put(f"d[{n}]", name) for n, name in enumerate(elements(d)))
+    kind = "MmaType::kBF16" if match[2] == "bf16" else "MmaType::kFP16"
+    descriptors = f"{op.get(a, 'b64')}, nullptr, {op.get(b, 'b64')}"
+    # At issue: the accumulators are registers that the next instructions may copy.
+    call = f"{kind}, {match[1]}, d, {descriptors}, {predicate(add)}, true"
+    return f"{{ float d[]{{{start}}}; emulator::warpgroupMultiply({call}); {puts} }}"
 
 
 FAMILIES: dict[str, Callable[[Operation], str | None]] = {
@@ -528,6 +593,7 @@ FAMILIES: dict[str, Callable[[Operation], str | None]] = {
     "lop3": _lop3,
     "mad": _mad,
     "max": _max,
+    "mbarrier": _mbarrier,
     "membar": _fence,
     "min": _min,
     "mma": _mma,
@@ -553,5 +619,6 @@ FAMILIES: dict[str, Callable[[Operation], str | None]] = {
     "sub": _sub,
     "trap": _trap,
     "vote": _vote,
+    "wgmma": _wgmma,
     "xor": _xor,
 }

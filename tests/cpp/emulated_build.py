@@ -49,13 +49,14 @@ def shared_object(
     *,
     ptx: Sequence[Path] = (),
     translations: Sequence[Path] = (),
+    arch: str = "sm_80",
 ) -> Path:
     """``lib<name>.so`` of .cu and .cpp sources and the emulator. The PTX that nvcc emits for the
-    files in ``ptx`` is translated and linked in, for launches with KernelPath::kPTX; so are
-    ``translations``, written by ``translated`` or ``translated_text``.
+    files in ``ptx``, for ``arch``, is translated and linked in, for launches with KernelPath::kPTX;
+    so are ``translations``, written by ``translated`` or ``translated_text``.
     """
     objects = [*_runtime(), *(_object(source, WARNINGS) for source in sources)]
-    for translation in [*map(translated, ptx), *translations]:
+    for translation in [*(translated(path, arch) for path in ptx), *translations]:
         objects.append(_object(translation, PTX_FLAGS))
     return _link(f"lib{name}.so", objects, ("-shared",))
 

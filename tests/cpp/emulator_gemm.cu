@@ -20,9 +20,10 @@ enum class Bug : int
     kNO_DRAIN,              //!< copies in flight at the end
     kEPILOGUE_ROW,          //!< the lower half of the rows goes to the wrong rows
     kSHARED_ROWS,           //!< two blocks write the same row of C
+    kPAST_SHARED,           //!< a store past the end of shared memory
 };
 
-constexpr int kNUM_BUGS = 10;
+constexpr int kNUM_BUGS = 11;
 constexpr int kTILE = 64; // of C, both ways
 constexpr int kDEPTH = 32;
 constexpr int kSTAGES = 3;
@@ -147,6 +148,10 @@ __global__ void __launch_bounds__(kTHREADS) gemmKernel(Params p)
     {
         cpAsyncWait<0>();
     }
+    if (kBUG == Bug::kPAST_SHARED)
+    {
+        shared[kSTAGES * kSTAGE_BYTES + static_cast<int>(threadIdx.x)] = 0;
+    }
     for (int half = 0; half < 2; ++half)
     {
         int const low = warp * 16 + lane / 4;
@@ -181,7 +186,8 @@ extern "C" char const* runGemm(
         gemm::gemmKernel<Bug::kNO_BARRIER_AFTER_WAIT>, gemm::gemmKernel<Bug::kWAIT_COUNT>,
         gemm::gemmKernel<Bug::kLOAD_BEFORE_BARRIER>, gemm::gemmKernel<Bug::kREAD_BEFORE_WAIT>,
         gemm::gemmKernel<Bug::kFRAGMENT>, gemm::gemmKernel<Bug::kSWIZZLE>, gemm::gemmKernel<Bug::kNO_DRAIN>,
-        gemm::gemmKernel<Bug::kEPILOGUE_ROW>, gemm::gemmKernel<Bug::kSHARED_ROWS>};
+        gemm::gemmKernel<Bug::kEPILOGUE_ROW>, gemm::gemmKernel<Bug::kSHARED_ROWS>,
+        gemm::gemmKernel<Bug::kPAST_SHARED>};
     dim3 const grid(static_cast<unsigned>((m + gemm::kTILE - 1) / gemm::kTILE),
         static_cast<unsigned>((n + gemm::kTILE - 1) / gemm::kTILE));
     return gemm::launchKernel(kernels[bug], grid, dim3(gemm::kTHREADS), gemm::kSTAGES * gemm::kSTAGE_BYTES, nullptr,
