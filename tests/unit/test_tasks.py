@@ -121,6 +121,7 @@ def test_hellaswag_counts_its_skip_in_lines(
         ("{", "line 2"),
         ('{"ctx": "one", "endings": ["one", "the"]}', "label"),
         ('{"ctx": "the", "endings": ["boy", "boy"], "label": 5}', "names none of the 2 choices"),
+        ('{"ctx": "the", "endings": ["boy", "boy"], "label": 0}', "the same tokens"),
         ('{"ctx": "the", "endings": ["boy"], "label": 0}', "at least two choices"),
         ('{"ctx": "the", "endings": ["boy", "xylophone"], "label": 0}', "cannot write"),
         ("[1]", "line 2"),

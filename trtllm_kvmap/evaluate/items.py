@@ -17,7 +17,7 @@ class Question:
     stem.
 
     ``stem`` may be empty (the choices then follow the context at once); every choice has at least
-    one token; ``choices[label]`` is the right one.
+    one token and differs from the others; ``choices[label]`` is the right one.
     """
 
     stem: tuple[int, ...]
@@ -34,6 +34,11 @@ class Question:
             raise InputError(
                 f"The label {self.label} names none of the {len(self.choices)} choices; count "
                 f"from 0."
+            )
+        if len(set(self.choices)) < len(self.choices):
+            raise InputError(
+                f"Two choices of a question are the same tokens, {self.choices}; does the "
+                f"tokenizer know their words?"
             )
 
 

@@ -62,7 +62,7 @@ def read_items(config: TaskConfig, tokenizer: Tokenizer) -> list[Item]:
 
 def tiny_items(config: TaskConfig, tokenizer: Tokenizer) -> list[Item]:
     """Documents of 256 tokens to ``context_tokens`` with questions, and a continuation that says
-    facts of the document again (``again after anna ben .``).
+    facts of the document again (``again after anna ben``).
     """
     items = []
     for index in range(config.skip, config.skip + config.num_items):
@@ -96,7 +96,7 @@ def restatements(rng: np.random.Generator, words: list[str], tokens: int) -> lis
     again: list[str] = []
     while len(again) < tokens:
         for name in rng.permutation(sorted(told)):
-            again += ["again", "after", str(name), told[name], "."]
+            again += ["again", "after", str(name), told[name]]
     return again[:tokens]
 
 
