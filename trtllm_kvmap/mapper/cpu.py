@@ -51,7 +51,8 @@ class CpuMapper:
         check(self.kvmap, source, target, span)
         computed, copied_keys, copied_values = self._schedules_on(target.device)
         turn = not same_rotation(self.kvmap, span)
-        kept = ((span.source_slots != SKIP) & (span.target_slots != SKIP)).nonzero()[:, 0]
+        skipped = (span.source_slots.cpu() == SKIP) | (span.target_slots.cpu() == SKIP)
+        kept = (~skipped).nonzero()[:, 0]
         for tokens in torch.split(kept, CHUNK_TOKENS) if len(kept) else ():
             chunk = self._chunk(source, target, span, tokens)
             self._run(computed, source, target, chunk, turn=True)
