@@ -24,10 +24,11 @@ PoolView viewPool(char const* what, at::TensorList keys, at::TensorList values, 
     ModelShape const& shape, at::Device device)
 {
     auto const layers = static_cast<size_t>(shape.numLayers);
-    TORCH_CHECK_VALUE(keys.size() == layers && values.size() == layers && layers <= kMaxLayers, "The ", what, " pool has ",
-        keys.size(), " key views and ", values.size(), " value views; the map needs ", layers, " of each, and at most ",
-        kMaxLayers, ".");
-    TORCH_CHECK_VALUE(scales.size() == 2, "The ", what, " pool has ", scales.size(), " scales; [key, value] is needed.");
+    TORCH_CHECK_VALUE(keys.size() == layers && values.size() == layers && layers <= kMaxLayers, "The ", what,
+        " pool has ", keys.size(), " key views and ", values.size(), " value views; the map needs ", layers,
+        " of each, and at most ", kMaxLayers, ".");
+    TORCH_CHECK_VALUE(
+        scales.size() == 2, "The ", what, " pool has ", scales.size(), " scales; [key, value] is needed.");
     at::Tensor const& first = keys[0];
     PoolView pool{};
     for (at::TensorList views : {keys, values})
@@ -82,8 +83,9 @@ void checkIndices(char const* what, at::Tensor const& indices, at::Tensor const&
     bool const known = indices.scalar_type() == at::kLong || indices.scalar_type() == at::kInt;
     TORCH_CHECK_VALUE(known && indices.scalar_type() == positions.scalar_type() && indices.dim() == 1
             && indices.size(0) == positions.size(0) && indices.is_contiguous() && indices.device() == device,
-        what, " is ", indices.scalar_type(), " ", indices.sizes(), " on ", indices.device(), "; contiguous int64 or int32 [",
-        positions.dim() == 1 ? positions.size(0) : -1, "] on ", device, " is needed, of one dtype for all indices.");
+        what, " is ", indices.scalar_type(), " ", indices.sizes(), " on ", indices.device(),
+        "; contiguous int64 or int32 [", positions.dim() == 1 ? positions.size(0) : -1, "] on ", device,
+        " is needed, of one dtype for all indices.");
 }
 
 void checkRope(char const* what, at::Tensor const& table, ModelShape const& shape, at::Device device)
@@ -111,9 +113,9 @@ void checkTokenTable(OptionalTensor const& keys, OptionalTensor const& values, O
         "The map reads the target's own layer 0: token_ids, token_table_keys and token_table_values are needed.");
     for (at::Tensor const& table : {*keys, *values})
     {
-        TORCH_CHECK_VALUE(table.dim() == 3 && table.size(1) == map.target.numKvHeads && table.size(2) == map.target.headDim
-                && table.is_contiguous() && table.device() == device && table.sizes() == keys->sizes()
-                && table.scalar_type() == keys->scalar_type(),
+        TORCH_CHECK_VALUE(table.dim() == 3 && table.size(1) == map.target.numKvHeads
+                && table.size(2) == map.target.headDim && table.is_contiguous() && table.device() == device
+                && table.sizes() == keys->sizes() && table.scalar_type() == keys->scalar_type(),
             "A token table is ", table.scalar_type(), " ", table.sizes(), " on ", table.device(),
             "; contiguous [vocab_size, ", map.target.numKvHeads, ", ", map.target.headDim, "] on ", device,
             " is needed, alike for keys and values.");
@@ -127,8 +129,8 @@ void checkRange(char const* what, at::Tensor const& indices, int64_t lowest, int
     auto const* const data = indices.const_data_ptr<Index>();
     for (int64_t i = 0; i < indices.numel(); ++i)
     {
-        TORCH_CHECK_VALUE(data[i] >= lowest && data[i] < limit, what, " names ", data[i], " at ", i, "; ", lowest, " to ",
-            limit - 1, " is there.");
+        TORCH_CHECK_VALUE(data[i] >= lowest && data[i] < limit, what, " names ", data[i], " at ", i, "; ", lowest,
+            " to ", limit - 1, " is there.");
     }
 }
 
@@ -181,7 +183,8 @@ struct Call
         checkRope("source_rope", sourceRope, map.source, device);
         checkRope("target_rope", targetRope, map.target, device);
         checkTokenTable(tableKeys, tableValues, tokenIds, map, device);
-        TORCH_CHECK_VALUE(workspace.scalar_type() == at::kByte && workspace.is_contiguous() && workspace.device() == device,
+        TORCH_CHECK_VALUE(
+            workspace.scalar_type() == at::kByte && workspace.is_contiguous() && workspace.device() == device,
             "workspace is ", workspace.scalar_type(), " on ", workspace.device(), "; contiguous uint8 on ", device,
             " is needed.");
     }
@@ -242,15 +245,16 @@ Status launch([[maybe_unused]] MapParams const& params, at::Device device)
 }
 
 template <Place place>
-void mapKvOp(at::Tensor const& packedMap, at::IntArrayRef layout, at::TensorList sourceKeys, at::TensorList sourceValues,
-    at::TensorList targetKeys, at::TensorList targetValues, at::ArrayRef<double> scales, at::Tensor const& sourceSlots,
-    at::Tensor const& targetSlots, at::Tensor const& positions, OptionalTensor const& tokenIds,
-    at::Tensor const& sourceRope, at::Tensor const& targetRope, double sourceRopeScale, double targetRopeScale,
-    bool sameRotation, OptionalTensor const& tableKeys, OptionalTensor const& tableValues, at::Tensor const& workspace,
-    int64_t chunkTokens, int64_t variant)
+void mapKvOp(at::Tensor const& packedMap, at::IntArrayRef layout, at::TensorList sourceKeys,
+    at::TensorList sourceValues, at::TensorList targetKeys, at::TensorList targetValues, at::ArrayRef<double> scales,
+    at::Tensor const& sourceSlots, at::Tensor const& targetSlots, at::Tensor const& positions,
+    OptionalTensor const& tokenIds, at::Tensor const& sourceRope, at::Tensor const& targetRope, double sourceRopeScale,
+    double targetRopeScale, bool sameRotation, OptionalTensor const& tableKeys, OptionalTensor const& tableValues,
+    at::Tensor const& workspace, int64_t chunkTokens, int64_t variant)
 {
-    Call call{packedMap, sourceKeys, sourceValues, targetKeys, targetValues, sourceSlots, targetSlots, positions, tokenIds,
-        sourceRope, targetRope, sourceRopeScale, targetRopeScale, tableKeys, tableValues, workspace, MapParams{}};
+    Call call{packedMap, sourceKeys, sourceValues, targetKeys, targetValues, sourceSlots, targetSlots, positions,
+        tokenIds, sourceRope, targetRope, sourceRopeScale, targetRopeScale, tableKeys, tableValues, workspace,
+        MapParams{}};
     call.params.sameRotation = sameRotation ? 1 : 0;
     call.params.variant = static_cast<Variant>(variant);
     call.params.chunkTokens = static_cast<int32_t>(chunkTokens);
@@ -276,12 +280,11 @@ TORCH_LIBRARY(trtllm_kvmap, library)
     // key, target value (1 except for fp8). Slots and positions [num_tokens], int64 or int32, -1 skips. Rope tables
     // float32 [2 (cos, sin), num_positions, rotary_dim / 2]. workspace: uint8, workspace_size bytes on a GPU, none on
     // the CPU. variant: 0 lets the kernels choose.
-    library.def(
-        "map_kv(Tensor packed_map, int[] layout, Tensor[] source_keys, Tensor[] source_values, "
-        "Tensor(a!)[] target_keys, Tensor(b!)[] target_values, float[] scales, Tensor source_slots, "
-        "Tensor target_slots, Tensor positions, Tensor? token_ids, Tensor source_rope, Tensor target_rope, "
-        "float source_rope_scale, float target_rope_scale, bool same_rotation, Tensor? token_table_keys, "
-        "Tensor? token_table_values, Tensor(c!) workspace, int chunk_tokens=0, int variant=0) -> ()");
+    library.def("map_kv(Tensor packed_map, int[] layout, Tensor[] source_keys, Tensor[] source_values, "
+                "Tensor(a!)[] target_keys, Tensor(b!)[] target_values, float[] scales, Tensor source_slots, "
+                "Tensor target_slots, Tensor positions, Tensor? token_ids, Tensor source_rope, Tensor target_rope, "
+                "float source_rope_scale, float target_rope_scale, bool same_rotation, Tensor? token_table_keys, "
+                "Tensor? token_table_values, Tensor(c!) workspace, int chunk_tokens=0, int variant=0) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(trtllm_kvmap, CPU, library)

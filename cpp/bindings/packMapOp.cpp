@@ -103,8 +103,9 @@ private:
 
     static float const* floats(at::Tensor const& tensor, char const* what)
     {
-        TORCH_CHECK_VALUE(tensor.device().is_cpu() && tensor.scalar_type() == at::kFloat && tensor.is_contiguous(), "A ",
-            what, " is ", tensor.scalar_type(), " on ", tensor.device(), "; contiguous float32 on the CPU is needed.");
+        TORCH_CHECK_VALUE(tensor.device().is_cpu() && tensor.scalar_type() == at::kFloat && tensor.is_contiguous(),
+            "A ", what, " is ", tensor.scalar_type(), " on ", tensor.device(),
+            "; contiguous float32 on the CPU is needed.");
         return tensor.numel() ? tensor.const_data_ptr<float>() : nullptr;
     }
 
@@ -131,7 +132,8 @@ void checkSizes(MapSpec const& spec, at::TensorList weights, at::TensorList bias
         bool const fits = weights[i].dim() == 2 && weights[i].size(0) == rows && weights[i].size(1) == columns
             && biases[i].dim() == 1 && biases[i].size(0) == columns;
         TORCH_CHECK_VALUE(copied || fits, "Group ", i, " has a weight of ", weights[i].sizes(), " and a bias of ",
-            biases[i].sizes(), "; it needs [", rows, ", ", columns, "] and [", columns, "], or two empty tensors for a copy.");
+            biases[i].sizes(), "; it needs [", rows, ", ", columns, "] and [", columns,
+            "], or two empty tensors for a copy.");
     }
 }
 
@@ -170,8 +172,8 @@ std::tuple<at::Tensor, std::vector<int64_t>> packMapOp(at::IntArrayRef sourceSha
 
 int64_t workspaceSizeOp(at::IntArrayRef layout, int64_t numTokens, int64_t chunkTokens, int64_t variant)
 {
-    TORCH_CHECK_VALUE(numTokens >= 0 && chunkTokens >= 0, "num_tokens is ", numTokens, " and chunk_tokens ", chunkTokens,
-        "; neither may be negative.");
+    TORCH_CHECK_VALUE(numTokens >= 0 && chunkTokens >= 0, "num_tokens is ", numTokens, " and chunk_tokens ",
+        chunkTokens, "; neither may be negative.");
     return static_cast<int64_t>(workspaceSize(
         packedMapOf(layout), numTokens, static_cast<int32_t>(chunkTokens), static_cast<Variant>(variant)));
 }
@@ -184,9 +186,8 @@ TORCH_LIBRARY_FRAGMENT(trtllm_kvmap, library)
     // value 1), layer, number of heads, number of slices, the heads, and for each slice origin (source 0, target 1),
     // field, layer, head. weights float32 [sum of slice widths, heads * head_dim] and biases [heads * head_dim], both
     // empty for a copy. Returns the packed map, uint8, and its layout.
-    library.def(
-        "pack_map(int[] source_shape, int[] target_shape, int[] groups, Tensor[] weights, Tensor[] biases, "
-        "ScalarType compute_type) -> (Tensor, int[])",
+    library.def("pack_map(int[] source_shape, int[] target_shape, int[] groups, Tensor[] weights, Tensor[] biases, "
+                "ScalarType compute_type) -> (Tensor, int[])",
         packMapOp);
     // Bytes that map_kv needs on a GPU.
     library.def("workspace_size(int[] layout, int num_tokens, int chunk_tokens, int variant) -> int", workspaceSizeOp);

@@ -29,8 +29,8 @@ char const* clearMemory(void* memory, int64_t bytes, CUstream_st* stream)
     int64_t const numWords = bytes / static_cast<int64_t>(sizeof(uint32_t));
     int64_t const blocks = std::min((numWords + kTHREADS - 1) / kTHREADS, kMAX_BLOCKS);
     return blocks == 0 ? nullptr
-                       : kernels::launchKernel(clearMemoryKernel, dim3(static_cast<unsigned>(blocks)), dim3(kTHREADS), 0,
-                           stream, static_cast<uint32_t*>(memory), numWords);
+                       : kernels::launchKernel(clearMemoryKernel, dim3(static_cast<unsigned>(blocks)), dim3(kTHREADS),
+                             0, stream, static_cast<uint32_t*>(memory), numWords);
 }
 
 } // namespace trtllm_kvmap::plugin

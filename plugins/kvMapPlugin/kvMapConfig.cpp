@@ -22,7 +22,7 @@ struct FieldSpec
     size_t bytes;
 };
 
-#define KVMAP_FIELD(name, type, length, member)                                                                         \
+#define KVMAP_FIELD(name, type, length, member)                                                                        \
     FieldSpec                                                                                                          \
     {                                                                                                                  \
         name, PluginFieldType::type, length, offsetof(KvMapConfig, member), sizeof(KvMapConfig::member)                \
@@ -80,12 +80,13 @@ Status checkConfig(KvMapConfig const& config, PackedMap* map)
 {
     if (config.version != kFieldsVersion)
     {
-        return refuse("The fields are of version %d; this plugin reads version %d. Build the engine again.", config.version,
-            kFieldsVersion);
+        return refuse("The fields are of version %d; this plugin reads version %d. Build the engine again.",
+            config.version, kFieldsVersion);
     }
     if (!packedMapFromInts(config.packedMap, kPackedMapInts, map))
     {
-        return refuse("packed_map is of version %lld; this plugin reads version %d. Pack the map and build the engine again.",
+        return refuse(
+            "packed_map is of version %lld; this plugin reads version %d. Pack the map and build the engine again.",
             static_cast<long long>(config.packedMap[0]), kPackedMapVersion);
     }
     bool const paged = config.mode == static_cast<int32_t>(Mode::kPAGED);
@@ -105,12 +106,14 @@ Status checkConfig(KvMapConfig const& config, PackedMap* map)
         }
         if (!isKnownType(config.cacheDtypes[side]))
         {
-            return refuse("cache_dtypes of the %s is %d; 0 (float32), 1 (float16), 2 (bfloat16) or 3 (fp8-e4m3) is needed.",
-                what, config.cacheDtypes[side]);
+            return refuse(
+                "cache_dtypes of the %s is %d; 0 (float32), 1 (float16), 2 (bfloat16) or 3 (fp8-e4m3) is needed.", what,
+                config.cacheDtypes[side]);
         }
         if (paged && !isPowerOfTwo(config.tokensPerBlock[side]))
         {
-            return refuse("tokens_per_block of the %s is %d; a power of two is needed.", what, config.tokensPerBlock[side]);
+            return refuse(
+                "tokens_per_block of the %s is %d; a power of two is needed.", what, config.tokensPerBlock[side]);
         }
     }
     for (float scale : {config.cacheScales[0], config.cacheScales[1], config.cacheScales[2], config.cacheScales[3],
@@ -126,9 +129,11 @@ Status checkConfig(KvMapConfig const& config, PackedMap* map)
         return refuse("max_num_tokens is %d and chunk_tokens %d; at least 1 token, and chunks not below 0, are needed.",
             config.maxNumTokens, config.chunkTokens);
     }
-    if (config.variant < static_cast<int32_t>(Variant::kAUTO) || config.variant > static_cast<int32_t>(Variant::kSMALL_T))
+    if (config.variant < static_cast<int32_t>(Variant::kAUTO)
+        || config.variant > static_cast<int32_t>(Variant::kSMALL_T))
     {
-        return refuse("variant is %d; 0 (auto) to %d is needed.", config.variant, static_cast<int32_t>(Variant::kSMALL_T));
+        return refuse(
+            "variant is %d; 0 (auto) to %d is needed.", config.variant, static_cast<int32_t>(Variant::kSMALL_T));
     }
     return Status{};
 }
@@ -171,7 +176,8 @@ Status readFields(nvinfer1::PluginFieldCollection const* fields, KvMapConfig* co
     {
         if (!seen[i])
         {
-            return refuse("Field %s is missing; KvMap needs all of its %d fields.", kFIELDS[i].name, KvMapFields::kCOUNT);
+            return refuse(
+                "Field %s is missing; KvMap needs all of its %d fields.", kFIELDS[i].name, KvMapFields::kCOUNT);
         }
     }
     return checkConfig(*config, map);

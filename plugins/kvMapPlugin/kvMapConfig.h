@@ -32,14 +32,14 @@ struct KvMapConfig
     int32_t version;
     int32_t mode;
     int64_t packedMap[kPackedMapInts];
-    int32_t cacheDtypes[2];    // trtllm_kvmap::DType of source and target
+    int32_t cacheDtypes[2]; // trtllm_kvmap::DType of source and target
     int32_t tokensPerBlock[2]; // paged only; powers of two
-    float cacheScales[4];      // source key, source value, target key, target value: real = stored * scale
-    float ropeScales[2];       // attention factors of source and target
-    int32_t sameRotation;      // 1 when both models rotate keys alike
-    int32_t maxNumTokens;      // paged only: most tokens that one enqueue maps
-    int32_t chunkTokens;       // 0: the kernels' own choice
-    int32_t variant;           // trtllm_kvmap::Variant
+    float cacheScales[4]; // source key, source value, target key, target value: real = stored * scale
+    float ropeScales[2]; // attention factors of source and target
+    int32_t sameRotation; // 1 when both models rotate keys alike
+    int32_t maxNumTokens; // paged only: most tokens that one enqueue maps
+    int32_t chunkTokens; // 0: the kernels' own choice
+    int32_t variant; // trtllm_kvmap::Variant
 };
 
 // The plugin fields of `config`, pointing into it: it must outlive them and stay where it is.

@@ -98,8 +98,8 @@ int32_t KvMapPlugin::getOutputDataTypes(
 {
     if (nbOutputs != getNbOutputs() || nbInputs != mPorts.numInputs())
     {
-        return report(refuse("There are %d inputs and %d outputs; %d and 1 are needed.", nbInputs, nbOutputs,
-            mPorts.numInputs()));
+        return report(refuse(
+            "There are %d inputs and %d outputs; %d and 1 are needed.", nbInputs, nbOutputs, mPorts.numInputs()));
     }
     outputTypes[0] = mPorts[mPorts.numInputs()].type;
     return 0;
@@ -110,16 +110,16 @@ int32_t KvMapPlugin::getOutputShapes(DimsExprs const* inputs, int32_t nbInputs, 
 {
     if (nbOutputs != getNbOutputs() || nbInputs != mPorts.numInputs())
     {
-        return report(refuse("There are %d inputs and %d outputs; %d and 1 are needed.", nbInputs, nbOutputs,
-            mPorts.numInputs()));
+        return report(refuse(
+            "There are %d inputs and %d outputs; %d and 1 are needed.", nbInputs, nbOutputs, mPorts.numInputs()));
     }
     Dims const& dims = mPorts[mPorts.numInputs()].dims;
     outputs[0].nbDims = dims.nbDims;
     for (int32_t i = 0; i < dims.nbDims; ++i)
     {
         // What the map does not fix, it takes over: the sequences, and in dense mode the tokens of each.
-        outputs[0].d[i] = dims.d[i] == kANY ? inputs[isPaged() ? kHOST_SPANS : kSOURCE_KV].d[i]
-                                            : exprBuilder.constant(dims.d[i]);
+        outputs[0].d[i]
+            = dims.d[i] == kANY ? inputs[isPaged() ? kHOST_SPANS : kSOURCE_KV].d[i] : exprBuilder.constant(dims.d[i]);
     }
     return 0;
 }

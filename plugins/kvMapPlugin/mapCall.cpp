@@ -198,8 +198,8 @@ private:
         auto const dtype = [this](Side side) { return static_cast<DType>(mConfig.cacheDtypes[side]); };
         mParams.source = viewDenseCache(mParams.map.source, dtype(kSOURCE_SIDE), mConfig.cacheScales, numSequences,
             numTokens, const_cast<void*>(mTensors.inputs[kSOURCE_KV]));
-        mParams.target = viewDenseCache(mParams.map.target, dtype(kTARGET_SIDE), mConfig.cacheScales + 2, numSequences,
-            numTokens, mTensors.output);
+        mParams.target = viewDenseCache(
+            mParams.map.target, dtype(kTARGET_SIDE), mConfig.cacheScales + 2, numSequences, numTokens, mTensors.output);
         return Status{};
     }
 

@@ -148,15 +148,14 @@ Status viewPagedCache(PagedCache const& cache, SequenceSpans const& spans, bool 
     }
 }
 
-int32_t countMapped(
-    PagedCache const& source, PagedCache const& target, SequenceSpans const& spans, int32_t sequence)
+int32_t countMapped(PagedCache const& source, PagedCache const& target, SequenceSpans const& spans, int32_t sequence)
 {
     int32_t const end = spans.first(sequence) + spans.count(sequence);
     int32_t mapped = 0;
     for (int32_t position = spans.first(sequence); position < end;)
     {
-        int32_t const run = std::min(
-            {tokensLeftInBlock(source, position), tokensLeftInBlock(target, position), end - position});
+        int32_t const run
+            = std::min({tokensLeftInBlock(source, position), tokensLeftInBlock(target, position), end - position});
         bool const both = hasBlock(source, sequence, position) && hasBlock(target, sequence, position);
         mapped += both ? run : 0;
         position += run;

@@ -17,9 +17,9 @@ struct PagedCache
     char const* side; // "source" or "target", for sentences
     ModelShape shape;
     DType dtype;
-    float const* scales;         // [key, value]
+    float const* scales; // [key, value]
     int64_t const* poolPointers; // [1, 2]: primary, secondary
-    int32_t const* poolMapping;  // [numLayers, 2]
+    int32_t const* poolMapping; // [numLayers, 2]
     int32_t const* blockOffsets; // [1, numSequences, 2, maxBlocks]
     int32_t numSequences;
     int32_t maxBlocks; // per sequence
@@ -32,7 +32,6 @@ struct PagedCache
 Status viewPagedCache(PagedCache const& cache, SequenceSpans const& spans, bool written, PoolView* view);
 
 // Tokens of one span that have a block on both sides: those that the map writes.
-int32_t countMapped(
-    PagedCache const& source, PagedCache const& target, SequenceSpans const& spans, int32_t sequence);
+int32_t countMapped(PagedCache const& source, PagedCache const& target, SequenceSpans const& spans, int32_t sequence);
 
 } // namespace trtllm_kvmap::plugin

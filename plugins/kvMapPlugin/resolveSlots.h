@@ -12,7 +12,7 @@ namespace trtllm_kvmap::plugin
 struct SlotSource
 {
     int32_t const* blockOffsets; // device: the key entries of the sequence; null for a dense cache
-    int32_t entriesPerBlock;     // 2 * numLayers
+    int32_t entriesPerBlock; // 2 * numLayers
     int32_t tokensPerBlock;
     int32_t firstSlot; // dense: the slot of the first token, the others follow
 };
@@ -28,7 +28,7 @@ struct SequenceSlots
     int32_t* targetSlots;
     int32_t* positions;
     int32_t* mappedLength; // device, one number; null when nobody asks
-    int32_t numMapped;     // what is written there
+    int32_t numMapped; // what is written there
 };
 
 // Enqueues the kernel; returns null, or what went wrong. With no tokens only the mapped length is written.

@@ -157,7 +157,7 @@ int32_t openRegistry(char const* runtime, char const* plugin, char* error, int32
         copyText(dlerror(), error, size);
         return -1;
     }
-    gRegistry = reinterpret_cast<IPluginRegistry* (*)()>(dlsym(library, "getPluginRegistry"))();
+    gRegistry = reinterpret_cast<IPluginRegistry* (*) ()>(dlsym(library, "getPluginRegistry"))();
     if (gRegistry->loadLibrary(plugin) == nullptr)
     {
         copyText("the registry refused the library", error, size);
@@ -243,13 +243,11 @@ IPluginV3* attachPlugin(IPluginV3* plugin)
 // "core name/version/namespace; kinds of the capabilities".
 void describePlugin(IPluginV3* plugin, char* out, int32_t size)
 {
-    auto* const core
-        = static_cast<IPluginV3OneCore*>(plugin->getCapabilityInterface(PluginCapabilityType::kCORE));
-    std::string text = std::string(core->getPluginName()) + "/" + core->getPluginVersion() + "/"
-        + core->getPluginNamespace();
-    for (IPluginCapability* capability :
-        {static_cast<IPluginCapability*>(core), static_cast<IPluginCapability*>(buildOf(plugin)),
-            static_cast<IPluginCapability*>(runtimeOf(plugin))})
+    auto* const core = static_cast<IPluginV3OneCore*>(plugin->getCapabilityInterface(PluginCapabilityType::kCORE));
+    std::string text
+        = std::string(core->getPluginName()) + "/" + core->getPluginVersion() + "/" + core->getPluginNamespace();
+    for (IPluginCapability* capability : {static_cast<IPluginCapability*>(core),
+             static_cast<IPluginCapability*>(buildOf(plugin)), static_cast<IPluginCapability*>(runtimeOf(plugin))})
     {
         InterfaceInfo const info = capability->getInterfaceInfo();
         text += std::string("; ") + info.kind + " v" + std::to_string(info.major) + "." + std::to_string(info.minor);
@@ -285,14 +283,12 @@ int32_t outputShape(IPluginV3* plugin, Tensor const* inputs, int32_t count, char
         for (int32_t axis = 0; axis < inputs[i].rank; ++axis)
         {
             std::string const name = std::to_string(i) + "." + std::to_string(axis);
-            shapes[i].d[axis] = inputs[i].dims[axis] < 0
-                ? static_cast<IDimensionExpr const*>(dimensions.symbol(name))
-                : dimensions.constant(inputs[i].dims[axis]);
+            shapes[i].d[axis] = inputs[i].dims[axis] < 0 ? static_cast<IDimensionExpr const*>(dimensions.symbol(name))
+                                                         : dimensions.constant(inputs[i].dims[axis]);
         }
     }
     DimsExprs output{};
-    int32_t const refused
-        = buildOf(plugin)->getOutputShapes(shapes.data(), count, nullptr, 0, &output, 1, dimensions);
+    int32_t const refused = buildOf(plugin)->getOutputShapes(shapes.data(), count, nullptr, 0, &output, 1, dimensions);
     std::string text;
     for (int32_t axis = 0; !refused && axis < output.nbDims; ++axis)
     {
@@ -349,8 +345,7 @@ int32_t enqueue(IPluginV3* plugin, Tensor const* tensors, int32_t numInputs, voi
     {
         descs.push_back(descOf(tensors[i]));
     }
-    return runtimeOf(plugin)->enqueue(
-        descs.data(), descs.data() + numInputs, inputs, &output, workspace, nullptr);
+    return runtimeOf(plugin)->enqueue(descs.data(), descs.data() + numInputs, inputs, &output, workspace, nullptr);
 }
 
 } // extern "C"

@@ -65,7 +65,8 @@ inline bool packedMapFromInts(int64_t const* ints, int64_t count, PackedMap* map
         return false;
     }
     *map = PackedMap{};
-    detail::visitPackedMap(*map, [&ints](auto& member) { member = static_cast<std::decay_t<decltype(member)>>(*ints++); });
+    detail::visitPackedMap(
+        *map, [&ints](auto& member) { member = static_cast<std::decay_t<decltype(member)>>(*ints++); });
     return true;
 }
 
