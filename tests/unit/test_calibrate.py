@@ -23,10 +23,12 @@ from trtllm_kvmap.errors import FormatError, InputError, MismatchError
 from trtllm_kvmap.fit import FitConfig, fit
 from trtllm_kvmap.models import LoadedModel
 from trtllm_kvmap.spec.slices import Slice
+from trtllm_kvmap.tiny.documents import VOCABULARY
 
 Pair = tuple[LoadedModel, LoadedModel]
+VOCAB = len(VOCABULARY)
 DOCUMENTS = [
-    np.random.default_rng(seed).integers(1, 71, size=length).tolist()
+    np.random.default_rng(seed).integers(1, VOCAB, size=length).tolist()
     for seed, length in enumerate([30, 7, 5, 64, 12, 21, 40])
 ]
 
@@ -287,7 +289,7 @@ def test_documents_without_a_shared_first_token_leave_no_sink(pair: Pair, tmp_pa
         ([[1, 2, 3, 4]], {}, "Document 0 has 4 tokens; 5 to 512"),
         ([[1] * 9, [1] * 513], {}, "Document 1 has 513 tokens"),
         ([[1] * 9], {"max_tokens": 8}, "Document 0 has 9 tokens; 5 to 8"),
-        ([[1] * 9 + [71]], {}, "token ids from 1 to 71; both models know 0 to 70"),
+        ([[1] * 9 + [VOCAB]], {}, f"ids from 1 to {VOCAB}; both models know 0 to {VOCAB - 1}"),
         ([[1] * 9], {"layers": (1, 4)}, "layers 1 to 4"),
         ([[1] * 9], {"layers": (2, 2)}, "first target layer"),
         ([[1] * 9], {"layers": (1,)}, "first target layer"),
@@ -322,7 +324,7 @@ def test_a_fit_of_calibrated_moments_maps_a_model_to_itself(
 ) -> None:
     loaded = random_model("qwen3", layers=2, seed=1)
     generator = torch.Generator().manual_seed(0)
-    documents = torch.randint(1, 71, (20, 60), generator=generator).tolist()
+    documents = torch.randint(1, VOCAB, (20, 60), generator=generator).tolist()
     moments = calibrate(loaded, loaded, documents, CalibrationConfig(), tmp_path / "m")
     for scope, options in (("copy", {}), ("head", {"k": 1}), ("slice", {"n": 1})):
         kvmap = fit(moments, FitConfig(scope=scope, ridge=1e-6, **options))

@@ -19,7 +19,7 @@ from trtllm_kvmap.calibrate.run import calibrate
 from trtllm_kvmap.models import LoadedModel
 
 DOCUMENTS = [
-    [1, *np.random.default_rng(seed).integers(2, 71, size=length).tolist()]
+    [1, *np.random.default_rng(seed).integers(2, 60, size=length).tolist()]
     for seed, length in enumerate([30, 9, 25, 40, 12])
 ]
 CONFIG = CalibrationConfig(checkpoint_every=1)

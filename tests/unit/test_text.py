@@ -12,7 +12,9 @@ import pytest
 from trtllm_kvmap.calibrate.text import read_documents, shared_prefix, text_digest
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.models import LoadedModel
-from trtllm_kvmap.tiny.documents import TOKEN_ID
+from trtllm_kvmap.tiny.documents import TOKEN_ID, VOCABULARY
+
+SIZE = len(VOCABULARY)
 
 
 @pytest.fixture
@@ -30,17 +32,17 @@ def read(path: Path, loaded: LoadedModel, least: int = 2, most: int = 100) -> li
 
 def test_a_plain_text_file_is_one_document(tmp_path: Path, loaded: LoadedModel) -> None:
     path = tmp_path / "a.txt"
-    path.write_text("<bos> after anna ben .\n\nagain after anna ben .\n")
-    assert read(path, loaded) == [ids("<bos> after anna ben . again after anna ben .")]
+    path.write_text("<bos> after anna ben near\n\nagain after anna ben near\n")
+    assert read(path, loaded) == [ids("<bos> after anna ben near again after anna ben near")]
 
 
 def test_jsonl_mixes_text_and_token_ids(tmp_path: Path, loaded: LoadedModel) -> None:
     path = tmp_path / "a.jsonl"
     # U+2028 ends a line for str.splitlines, but not in JSON lines.
-    lines = [{"text": "after anna\u2028ben ."}, {"token_ids": [3, 1, 4, 1, 5], "note": "kept"}]
+    lines = [{"text": "after anna\u2028ben near"}, {"token_ids": [3, 1, 4, 1, 5], "note": "kept"}]
     text = "\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
     path.write_text(text + "\n", encoding="utf-8")
-    assert read(path, loaded) == [ids("after anna ben ."), [3, 1, 4, 1, 5]]
+    assert read(path, loaded) == [ids("after anna ben near"), [3, 1, 4, 1, 5]]
 
 
 def test_a_folder_is_its_files_in_the_order_of_names(tmp_path: Path, loaded: LoadedModel) -> None:
@@ -81,7 +83,7 @@ def test_every_window_begins_with_bos_when_the_document_does(
         ("a.jsonl", '{"token_ids": [1, true]}', "line 1, needs"),
         ("a.jsonl", '{"token_ids": "1 2", "text": "anna ben"}', "line 1, needs"),
         ("a.jsonl", '{"token_ids": [1, -2]}', "from -2 to 1; qwen3-.* knows 0 to"),
-        ("a.jsonl", '{"token_ids": [1, 71]}', "from 1 to 71; qwen3-.* knows 0 to 70"),
+        ("a.jsonl", f'{{"token_ids": [1, {SIZE}]}}', f"to {SIZE}; qwen3-.* knows 0 to {SIZE - 1}"),
     ],
 )
 def test_unusable_text_is_refused(
