@@ -10,6 +10,7 @@ from trtllm_kvmap.evaluate import arms
 from trtllm_kvmap.evaluate.items import Item, Question
 from trtllm_kvmap.evaluate.run import EvaluationConfig
 from trtllm_kvmap.models import LoadedModel
+from trtllm_kvmap.tiny.documents import VOCABULARY
 
 QUICK = EvaluationConfig(resamples=50, rollout_steps=4)
 
@@ -21,7 +22,7 @@ def make_item(seed: int, tokens: int = 60) -> Item:
     rng = np.random.default_rng(seed)
 
     def draw(count: int) -> tuple[int, ...]:
-        return tuple(rng.integers(2, 70, count).tolist())
+        return tuple(rng.integers(2, len(VOCABULARY), count).tolist())
 
     questions = (
         Question(draw(3), (draw(1), draw(1), draw(1)), 1),

@@ -142,7 +142,7 @@ def test_a_map_that_reads_token_ids_reads_the_strangers(
 ) -> None:
     """Every head is a copy of a table of token ids, so the values tell which ids were read."""
     generator = torch.Generator().manual_seed(0)
-    keys, values = torch.randn(2, 71, 2, 16, generator=generator)
+    keys, values = torch.randn(2, pair[1].spec.vocab_size, 2, 16, generator=generator)
     groups = tuple(
         replace(
             group,
