@@ -38,15 +38,18 @@ void asyncCopy16(std::uint32_t destination, void const* source, bool valid)
         checkGlobal(source, kBYTES, "cp.async");
     }
     ++block.statistics.asyncCopies;
-    AsyncCopy const copy{bytes, source, valid, thread.openGroup};
+    AsyncCopy const copy { bytes, source, valid, thread.openGroup };
     switch (block.options().asyncCopies)
     {
-    case AsyncCopies::kAT_ISSUE: perform(copy); break;
+    case AsyncCopies::kAT_ISSUE:
+        perform(copy);
+        break;
     case AsyncCopies::kPOISONED:
         noteWrite(bytes, kBYTES);
         std::memset(bytes, 0xff, kBYTES);
         break;
-    case AsyncCopies::kAT_WAIT: break;
+    case AsyncCopies::kAT_WAIT:
+        break;
     }
     if (thread.copies.size() == thread.copies.capacity())
     {

@@ -19,9 +19,9 @@ namespace
 __thread Block* tBlock = nullptr;
 
 constexpr std::size_t kPAGE = 4096;
-constexpr std::size_t kMARGIN = 1024;          //!< on both sides of shared memory
-constexpr unsigned char kPOISON = 0xff;        //!< NaN in bf16, fp16, fp8 and float32
-constexpr unsigned char kMARGIN_BYTE = 0xa5;   //!< what a write out of range would change
+constexpr std::size_t kMARGIN = 1024; //!< on both sides of shared memory
+constexpr unsigned char kPOISON = 0xff; //!< NaN in bf16, fp16, fp8 and float32
+constexpr unsigned char kMARGIN_BYTE = 0xa5; //!< what a write out of range would change
 constexpr std::size_t kMAX_ASYNC_COPIES = 512; //!< in flight per thread
 
 //! All threads of a launch have ended before what the host does next; not part of a block's memory.
@@ -46,17 +46,28 @@ char const* name(Collective collective)
 {
     switch (collective)
     {
-    case Collective::kNONE: return "nothing";
-    case Collective::kSYNC_WARP: return "__syncwarp";
-    case Collective::kSHUFFLE: return "shfl.sync";
-    case Collective::kBALLOT: return "vote.sync";
-    case Collective::kLDMATRIX: return "ldmatrix";
-    case Collective::kLDMATRIX_TRANS: return "ldmatrix.trans";
-    case Collective::kMMA_BF16: return "mma.sync bf16";
-    case Collective::kMMA_FP16: return "mma.sync fp16";
-    case Collective::kWGMMA: return "wgmma.mma_async";
-    case Collective::kWGMMA_COMMIT: return "wgmma.commit_group";
-    case Collective::kWGMMA_WAIT: return "wgmma.wait_group";
+    case Collective::kNONE:
+        return "nothing";
+    case Collective::kSYNC_WARP:
+        return "__syncwarp";
+    case Collective::kSHUFFLE:
+        return "shfl.sync";
+    case Collective::kBALLOT:
+        return "vote.sync";
+    case Collective::kLDMATRIX:
+        return "ldmatrix";
+    case Collective::kLDMATRIX_TRANS:
+        return "ldmatrix.trans";
+    case Collective::kMMA_BF16:
+        return "mma.sync bf16";
+    case Collective::kMMA_FP16:
+        return "mma.sync fp16";
+    case Collective::kWGMMA:
+        return "wgmma.mma_async";
+    case Collective::kWGMMA_COMMIT:
+        return "wgmma.commit_group";
+    case Collective::kWGMMA_WAIT:
+        return "wgmma.wait_group";
     }
     return "?";
 }
@@ -83,7 +94,7 @@ Block::Block(Options const& options, dim3 grid, dim3 shape, std::size_t sharedBy
         Thread& thread = mThreads[static_cast<std::size_t>(i)];
         auto const linear = static_cast<unsigned>(i);
         thread.linear = i;
-        thread.threadIndex = uint3{linear % shape.x, linear / shape.x % shape.y, linear / (shape.x * shape.y)};
+        thread.threadIndex = uint3 { linear % shape.x, linear / shape.x % shape.y, linear / (shape.x * shape.y) };
         thread.blockShape = shape;
         thread.gridShape = grid;
         // Never grows: under TSan, memory that fibers share unseen must not move through memmove.
@@ -169,8 +180,8 @@ std::string Block::checkMargins() const
 
 void Block::start(std::uint64_t index)
 {
-    uint3 const blockIndex{static_cast<unsigned>(index % mGrid.x), static_cast<unsigned>(index / mGrid.x % mGrid.y),
-        static_cast<unsigned>(index / (static_cast<std::uint64_t>(mGrid.x) * mGrid.y))};
+    uint3 const blockIndex { static_cast<unsigned>(index % mGrid.x), static_cast<unsigned>(index / mGrid.x % mGrid.y),
+        static_cast<unsigned>(index / (static_cast<std::uint64_t>(mGrid.x) * mGrid.y)) };
     mRandom = mix(mix(mOptions.seed) + index) | 1;
     mNumReady = 0;
     mNumAlive = mNumThreads;
@@ -189,7 +200,8 @@ void Block::start(std::uint64_t index)
         thread.collective = Collective::kNONE;
         thread.copies.clear();
         thread.openGroup = 0;
-        prepareFiber(thread.fiber, &Block::threadEntry, static_cast<std::size_t>(thread.linear) % kSTAGGERED * kSTAGGER);
+        prepareFiber(
+            thread.fiber, &Block::threadEntry, static_cast<std::size_t>(thread.linear) % kSTAGGERED * kSTAGGER);
         makeReady(thread);
     }
 }
@@ -248,12 +260,16 @@ std::string Block::describeWait() const
     {
         switch (thread.state)
         {
-        case Thread::State::kAT_COLLECTIVE: return std::string("at ") + name(thread.collective);
-        case Thread::State::kAT_BARRIER: return "at barrier " + std::to_string(thread.barrier);
+        case Thread::State::kAT_COLLECTIVE:
+            return std::string("at ") + name(thread.collective);
+        case Thread::State::kAT_BARRIER:
+            return "at barrier " + std::to_string(thread.barrier);
         case Thread::State::kAT_MBARRIER:
             return "at the mbarrier at shared address " + std::to_string(thread.mbarrier - kSHARED_BASE);
-        case Thread::State::kENDED: return "ended";
-        case Thread::State::kREADY: break;
+        case Thread::State::kENDED:
+            return "ended";
+        case Thread::State::kREADY:
+            break;
         }
         return "ready";
     };
@@ -297,8 +313,8 @@ void Block::threadEntry()
     Thread& thread = block.running();
     if (!thread.copies.empty())
     {
-        emulator::fail("the thread ends with %zu cp.async in flight; a cp.async.wait_group is missing",
-            thread.copies.size());
+        emulator::fail(
+            "the thread ends with %zu cp.async in flight; a cp.async.wait_group is missing", thread.copies.size());
     }
     if (!block.warpgroup(thread).products.empty())
     {
@@ -480,6 +496,7 @@ void Block::gather(Collective collective, int size, void* operands, void (*execu
         gathering.generation += ordersMemory ? 1 : 0;
         if (execute != nullptr)
         {
+            UnseenByTsan const unseen;
             execute(*this, group);
         }
         for (int i = 0; i < size; ++i)
@@ -511,8 +528,8 @@ void Block::arrive(int id, int count)
     }
     if (count <= 0 || count % kWARP != 0 || count > mNumThreads)
     {
-        emulator::fail("barrier %d: a count of %d threads; it must be whole warps of this block of %d", id, count,
-            mNumThreads);
+        emulator::fail(
+            "barrier %d: a count of %d threads; it must be whole warps of this block of %d", id, count, mNumThreads);
     }
     Barrier& barrier = mBarriers[static_cast<std::size_t>(id)];
     if (barrier.arrived > 0 && barrier.expected != count)

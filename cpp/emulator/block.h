@@ -66,9 +66,9 @@ struct Mbarrier
 {
     std::uint32_t address;
     std::uint32_t arrivals; //!< of every phase
-    std::uint32_t pending;  //!< of this phase
-    std::int64_t bytes;     //!< that this phase still waits for
-    std::uint32_t phase;    //!< parity of the phase that is not complete
+    std::uint32_t pending; //!< of this phase
+    std::int64_t bytes; //!< that this phase still waits for
+    std::uint32_t phase; //!< parity of the phase that is not complete
     int slot;
 };
 
@@ -84,15 +84,15 @@ struct WarpgroupProduct
     std::uint64_t b;
     float* accumulators[128]; //!< by thread
     std::vector<float> aValues; //!< [64][16] when A came from registers
-    std::vector<float> d;       //!< [64][columns], what the product is added to
-    bool chained;               //!< d is the result of an earlier product in flight
+    std::vector<float> d; //!< [64][columns], what the product is added to
+    bool chained; //!< d is the result of an earlier product in flight
     std::uint32_t group;
 };
 
 struct Warpgroup
 {
     std::deque<WarpgroupProduct> products;
-    std::int64_t openGroup{0};
+    std::int64_t openGroup { 0 };
 };
 
 struct Thread : ThreadContext
@@ -107,29 +107,29 @@ struct Thread : ThreadContext
     };
 
     Fiber fiber;
-    State state{State::kREADY};
-    Collective collective{Collective::kNONE};
-    int barrier{0};          //!< that it waits at
-    std::uint32_t mbarrier{0}; //!< that it waits at
-    int linear{0};           //!< index in the block
-    void* operands{nullptr}; //!< of the collective it is at
+    State state { State::kREADY };
+    Collective collective { Collective::kNONE };
+    int barrier { 0 }; //!< that it waits at
+    std::uint32_t mbarrier { 0 }; //!< that it waits at
+    int linear { 0 }; //!< index in the block
+    void* operands { nullptr }; //!< of the collective it is at
     std::vector<AsyncCopy> copies;
-    std::uint32_t openGroup{0}; //!< number of the cp.async group not yet committed
+    std::uint32_t openGroup { 0 }; //!< number of the cp.async group not yet committed
 };
 
 //! Threads on their way to a collective.
 struct Gathering
 {
-    Collective collective{Collective::kNONE};
-    int arrived{0};
-    unsigned generation{0};
+    Collective collective { Collective::kNONE };
+    int arrived { 0 };
+    unsigned generation { 0 };
 };
 
 struct Barrier
 {
-    int expected{0};
-    int arrived{0};
-    unsigned generation{0};
+    int expected { 0 };
+    int arrived { 0 };
+    unsigned generation { 0 };
 };
 
 class Block
@@ -173,9 +173,9 @@ public:
     }
 
     std::array<Mbarrier, kMAX_MBARRIERS> mbarriers;
-    int numMbarriers{0};
+    int numMbarriers { 0 };
     std::array<TensorCopy, kMAX_TENSOR_COPIES> tensorCopies;
-    int numTensorCopies{0};
+    int numTensorCopies { 0 };
 
     //! End the block with a sentence.
     [[noreturn]] void fail(char const* format, std::va_list arguments);
@@ -226,23 +226,23 @@ private:
     void const* mArguments;
 
     // One mapping: order tokens for TSan, a margin, shared memory, a margin, the stacks.
-    unsigned char* mMemory{nullptr};
-    std::size_t mMemoryBytes{0};
-    unsigned char* mShared{nullptr};
+    unsigned char* mMemory { nullptr };
+    std::size_t mMemoryBytes { 0 };
+    unsigned char* mShared { nullptr };
     std::size_t mSharedBytes;
 
     std::vector<Thread> mThreads;
     std::vector<int> mReady; //!< linear thread indices, unordered
-    int mNumReady{0};
-    int mNumAlive{0};
-    Thread* mRunning{nullptr};
+    int mNumReady { 0 };
+    int mNumAlive { 0 };
+    Thread* mRunning { nullptr };
     Fiber mHost;
     std::array<Gathering, kMAX_THREADS / kWARP> mGatherings; //!< by the first warp of the group
     std::array<Barrier, kNUM_BARRIERS> mBarriers;
     std::array<Warpgroup, kMAX_THREADS / (4 * kWARP)> mWarpgroups;
-    std::uint64_t mRandom{1};
-    bool mFailed{false};
-    char mError[512]{};
+    std::uint64_t mRandom { 1 };
+    bool mFailed { false };
+    char mError[512] {};
 };
 
 //! An error if there is no mbarrier; what the running thread did before is then seen by those who wait for it.

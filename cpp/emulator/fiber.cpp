@@ -22,22 +22,21 @@ constexpr std::size_t kSANITIZED_STACK = 256 << 10;
 //! Save what the System V ABI lets a callee keep, on the stack left behind, and take the same from the stack \p next.
 __attribute__((naked, noinline)) void switchStack(void** /*saved*/, void* /*next*/)
 {
-    asm volatile(
-        "pushq %rbp\n"
-        "pushq %rbx\n"
-        "pushq %r12\n"
-        "pushq %r13\n"
-        "pushq %r14\n"
-        "pushq %r15\n"
-        "movq %rsp, (%rdi)\n"
-        "movq %rsi, %rsp\n"
-        "popq %r15\n"
-        "popq %r14\n"
-        "popq %r13\n"
-        "popq %r12\n"
-        "popq %rbx\n"
-        "popq %rbp\n"
-        "ret\n");
+    asm volatile("pushq %rbp\n"
+                 "pushq %rbx\n"
+                 "pushq %r12\n"
+                 "pushq %r13\n"
+                 "pushq %r14\n"
+                 "pushq %r15\n"
+                 "movq %rsp, (%rdi)\n"
+                 "movq %rsi, %rsp\n"
+                 "popq %r15\n"
+                 "popq %r14\n"
+                 "popq %r13\n"
+                 "popq %r12\n"
+                 "popq %rbx\n"
+                 "popq %rbp\n"
+                 "ret\n");
 }
 
 constexpr int kSAVED_REGISTERS = 6;

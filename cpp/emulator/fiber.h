@@ -9,11 +9,11 @@ namespace trtllm_kvmap::emulator
 
 struct Fiber
 {
-    void* stackPointer{nullptr}; //!< while it does not run
-    unsigned char* stack{nullptr};
-    std::size_t stackBytes{0};
-    void* asanFakeStack{nullptr};
-    void* tsanFiber{nullptr};
+    void* stackPointer { nullptr }; //!< while it does not run
+    unsigned char* stack { nullptr };
+    std::size_t stackBytes { 0 };
+    void* asanFakeStack { nullptr };
+    void* tsanFiber { nullptr };
 };
 
 //! Bytes of stack a fiber gets: more under a sanitizer, whose frames are larger.
@@ -23,7 +23,8 @@ std::size_t fiberStackBytes();
 void adoptHostStack(Fiber& fiber);
 
 //! Make \p fiber start \p entry on its stack at the next switch to it. \p entry must never return and must call
-//! arrivedOnFiber first. \p stagger shifts the first frame, so that the hot frames of many fibers spread over the cache.
+//! arrivedOnFiber first. \p stagger shifts the first frame, so that the hot frames of many fibers spread over the
+//! cache.
 void prepareFiber(Fiber& fiber, void (*entry)(), std::size_t stagger);
 
 void arrivedOnFiber();

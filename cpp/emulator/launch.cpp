@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <mutex>
 #include <numeric>
 #include <random>
@@ -91,7 +92,7 @@ Report launchGrid(Options const& options, dim3 grid, dim3 block, std::size_t sha
         return report;
     }
     auto const order = blockOrder(options, static_cast<std::uint64_t>(grid.x) * grid.y * grid.z);
-    std::atomic<std::size_t> nextBlock{0};
+    std::atomic<std::size_t> nextBlock { 0 };
     std::mutex reportMutex;
     auto const work = [&]
     {
@@ -134,10 +135,17 @@ Report launchGrid(Options const& options, dim3 grid, dim3 block, std::size_t sha
 
 // ---- For tests that load a shared object from Python ---------------------------------------------------------------
 
-extern "C" void trtllmKvMapEmulatorConfigure(
-    int order, int asyncCopies, int path, std::uint64_t seed, int hostThreads)
+extern "C" void trtllmKvMapEmulatorConfigure(int order, int asyncCopies, int path, std::uint64_t seed, int hostThreads)
 {
     using namespace trtllm_kvmap::emulator;
-    currentOptions() = Options{static_cast<ThreadOrder>(order), static_cast<AsyncCopies>(asyncCopies),
-        static_cast<KernelPath>(path), seed, hostThreads};
+    currentOptions() = Options { static_cast<ThreadOrder>(order), static_cast<AsyncCopies>(asyncCopies),
+        static_cast<KernelPath>(path), seed, hostThreads };
+}
+
+//! The counts of all launches so far, in the order of Statistics.
+extern "C" void trtllmKvMapEmulatorStatistics(std::uint64_t* counts)
+{
+    static_assert(sizeof(trtllm_kvmap::emulator::Statistics) == 8 * sizeof(std::uint64_t), "Eight counts.");
+    auto const totals = trtllm_kvmap::emulator::totalStatistics();
+    std::memcpy(counts, &totals, sizeof(totals));
 }

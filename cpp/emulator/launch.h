@@ -17,9 +17,9 @@ namespace trtllm_kvmap::emulator
 //! Which of the threads that can go on does so. A kernel must be right in every order.
 enum class ThreadOrder : int
 {
-    kRANDOM = 0,   //!< any of them, drawn with the seed
+    kRANDOM = 0, //!< any of them, drawn with the seed
     kIN_ORDER = 1, //!< the lowest thread index
-    kREVERSE = 2,  //!< the highest thread index
+    kREVERSE = 2, //!< the highest thread index
 };
 
 //! When an asynchronous copy (cp.async, TMA) takes place. Hardware may choose any moment from issue to wait.
@@ -27,7 +27,7 @@ enum class AsyncCopies : int
 {
     kPOISONED = 0, //!< the destination becomes NaN at issue and is filled at the wait: both ends of the interval
     kAT_ISSUE = 1, //!< as early as possible
-    kAT_WAIT = 2,  //!< as late as possible; until then the old contents stay
+    kAT_WAIT = 2, //!< as late as possible; until then the old contents stay
 };
 
 //! What runs: the source as g++ compiled it, or the PTX that nvcc emitted, translated by ptxToCpp.py.
@@ -39,24 +39,24 @@ enum class KernelPath : int
 
 struct Options
 {
-    ThreadOrder order{ThreadOrder::kRANDOM};
-    AsyncCopies asyncCopies{AsyncCopies::kPOISONED};
-    KernelPath path{KernelPath::kSOURCE};
-    std::uint64_t seed{1}; //!< equal seeds give equal runs, whatever hostThreads is
-    int hostThreads{1};    //!< blocks run at once
+    ThreadOrder order { ThreadOrder::kRANDOM };
+    AsyncCopies asyncCopies { AsyncCopies::kPOISONED };
+    KernelPath path { KernelPath::kSOURCE };
+    std::uint64_t seed { 1 }; //!< equal seeds give equal runs, whatever hostThreads is
+    int hostThreads { 1 }; //!< blocks run at once
 };
 
 //! What a launch did. Counts are per instruction of a whole warp (warpgroup for wgmma), not per lane.
 struct Statistics
 {
-    std::uint64_t mma{0};
-    std::uint64_t ldmatrix{0};
-    std::uint64_t ldmatrixBankConflicts{0}; //!< extra shared-memory cycles of ldmatrix beyond one per 8x8 matrix
-    std::uint64_t asyncCopies{0};           //!< cp.async, per thread
-    std::uint64_t barriers{0};              //!< completed block barriers
-    std::uint64_t wgmma{0};
-    std::uint64_t tensorCopies{0}; //!< TMA boxes
-    std::uint64_t switches{0};     //!< of fibers
+    std::uint64_t mma { 0 };
+    std::uint64_t ldmatrix { 0 };
+    std::uint64_t ldmatrixBankConflicts { 0 }; //!< extra shared-memory cycles of ldmatrix beyond one per 8x8 matrix
+    std::uint64_t asyncCopies { 0 }; //!< cp.async, per thread
+    std::uint64_t barriers { 0 }; //!< completed block barriers
+    std::uint64_t wgmma { 0 };
+    std::uint64_t tensorCopies { 0 }; //!< TMA boxes
+    std::uint64_t switches { 0 }; //!< of fibers
 };
 
 //! \p error is empty, or a sentence that names the block, the thread and what is wrong.
@@ -93,14 +93,14 @@ Report launch(Options const& options, void (*kernel)(Params...), dim3 grid, dim3
         PtxEntry const* entry = findPtxEntry(reinterpret_cast<void const*>(kernel), error);
         if (entry == nullptr)
         {
-            return Report{error, {}};
+            return Report { error, {} };
         }
         auto const parameters = packParameters<Params...>(std::forward<Arguments>(arguments)...);
         if (parameters.size != entry->parameterBytes)
         {
-            return Report{"The PTX of " + std::string(entry->name) + " takes " + std::to_string(entry->parameterBytes)
+            return Report { "The PTX of " + std::string(entry->name) + " takes " + std::to_string(entry->parameterBytes)
                     + " bytes of parameters; the source passes " + std::to_string(parameters.size) + ".",
-                {}};
+                {} };
         }
         return launchGrid(options, grid, block, sharedBytes, entry->run, parameters.bytes);
     }
@@ -109,7 +109,7 @@ Report launch(Options const& options, void (*kernel)(Params...), dim3 grid, dim3
         void (*kernel)(Params...);
         std::tuple<Params...> arguments;
     };
-    Call const call{kernel, std::tuple<Params...>(std::forward<Arguments>(arguments)...)};
+    Call const call { kernel, std::tuple<Params...>(std::forward<Arguments>(arguments)...) };
     auto const body = [](void const* opaque)
     {
         auto const* self = static_cast<Call const*>(opaque);

@@ -68,7 +68,7 @@ void initMbarrier(std::uint32_t address, std::uint32_t arrivals)
         fail("mbarrier.init: more than %d mbarriers in a block", kMAX_MBARRIERS);
     }
     block.numMbarriers = slot == block.numMbarriers ? slot + 1 : block.numMbarriers;
-    block.mbarriers[static_cast<std::size_t>(slot)] = Mbarrier{address, arrivals, arrivals, 0, 0, slot};
+    block.mbarriers[static_cast<std::size_t>(slot)] = Mbarrier { address, arrivals, arrivals, 0, 0, slot };
     std::uint64_t const written = cookie(address);
     noteWrite(bytes, kBYTES);
     std::memcpy(bytes, &written, kBYTES);

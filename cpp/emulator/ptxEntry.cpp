@@ -28,7 +28,7 @@ bool registerPtxEntry(PtxEntry const& entry)
 
 PtxEntry const* findPtxEntry(void const* kernel, std::string& error)
 {
-    Dl_info symbol{};
+    Dl_info symbol {};
     if (dladdr(kernel, &symbol) == 0 || symbol.dli_sname == nullptr || symbol.dli_saddr != kernel)
     {
         error = "The kernel's function has no symbol the dynamic linker sees: link a shared object, or with -rdynamic, "
@@ -59,7 +59,7 @@ extern "C" char const* trtllmKvMapEmulatorRunPtx(
         tError = std::string("There is no entry ") + name + " that takes " + std::to_string(parameterBytes) + " bytes.";
         return tError.c_str();
     }
-    alignas(128) unsigned char aligned[PackedParameters::kCAPACITY]{};
+    alignas(128) unsigned char aligned[PackedParameters::kCAPACITY] {};
     std::memcpy(aligned, parameters, static_cast<std::size_t>(parameterBytes));
     tError = launchGrid(currentOptions(), dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)),
         static_cast<std::size_t>(sharedBytes), found->second.run, aligned)

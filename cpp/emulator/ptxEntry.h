@@ -12,7 +12,7 @@ namespace trtllm_kvmap::emulator
 
 struct PtxEntry
 {
-    char const* name;                    //!< mangled
+    char const* name; //!< mangled
     void (*run)(void const* parameters); //!< one thread
     std::size_t parameterBytes;
 };
@@ -35,10 +35,11 @@ struct PackedParameters
 template <typename... Params, typename... Arguments>
 PackedParameters packParameters(Arguments&&... arguments)
 {
-    PackedParameters packed{};
+    PackedParameters packed {};
     auto const append = [&packed](auto const& value)
     {
-        packed.size = (packed.size + alignof(decltype(value)) - 1) / alignof(decltype(value)) * alignof(decltype(value));
+        packed.size
+            = (packed.size + alignof(decltype(value)) - 1) / alignof(decltype(value)) * alignof(decltype(value));
         std::memcpy(packed.bytes + packed.size, &value, sizeof(value));
         packed.size += sizeof(value);
     };

@@ -343,8 +343,8 @@ inline T extractField(T value, std::uint32_t position, std::uint32_t length)
     {
         return 0;
     }
-    Unsigned<T> const field = shiftRight<Unsigned<T>>(static_cast<Unsigned<T>>(value), position)
-        & fieldMask<Unsigned<T>>(length);
+    Unsigned<T> const field
+        = shiftRight<Unsigned<T>>(static_cast<Unsigned<T>>(value), position) & fieldMask<Unsigned<T>>(length);
     if constexpr (std::is_signed_v<T>)
     {
         std::uint32_t const top = position + length - 1 < kTOP ? position + length - 1 : kTOP;
@@ -429,7 +429,7 @@ inline T fma(T a, T b, T c)
 template <typename T>
 inline T reciprocal(T a)
 {
-    return T{1} / a;
+    return T { 1 } / a;
 }
 
 template <typename T>
@@ -441,7 +441,7 @@ inline T squareRoot(T a)
 // NVIDIA's own conversions, in host mode.
 inline float floatOfBf16(std::uint16_t bits)
 {
-    return __bfloat162float(__nv_bfloat16(__nv_bfloat16_raw{bits}));
+    return __bfloat162float(__nv_bfloat16(__nv_bfloat16_raw { bits }));
 }
 
 inline std::uint16_t bf16OfFloat(float value)
@@ -451,7 +451,7 @@ inline std::uint16_t bf16OfFloat(float value)
 
 inline float floatOfFp16(std::uint16_t bits)
 {
-    return __half2float(__half(__half_raw{bits}));
+    return __half2float(__half(__half_raw { bits }));
 }
 
 inline std::uint16_t fp16OfFloat(float value)
@@ -478,8 +478,8 @@ inline std::uint16_t e4m3PairOfFloats(float high, float low)
 
 inline std::uint32_t fp16PairOfE4m3Pair(std::uint16_t pair)
 {
-    auto const half = [](unsigned byte)
-    { return __nv_cvt_fp8_to_halfraw(static_cast<__nv_fp8_storage_t>(byte), __NV_E4M3).x; };
+    auto const half
+        = [](unsigned byte) { return __nv_cvt_fp8_to_halfraw(static_cast<__nv_fp8_storage_t>(byte), __NV_E4M3).x; };
     return static_cast<std::uint32_t>(half(pair >> 8)) << 16 | half(pair & 255);
 }
 
@@ -512,8 +512,8 @@ inline std::uint32_t laneId()
 
 //! shfl.sync: \p clamp packs the segment mask (bits 8-12) and the clamp as PTX does; \p valid says whether the source
 //! lay inside.
-inline std::uint32_t shuffle(Shuffle kind, std::uint32_t value, std::uint32_t operand, std::uint32_t clamp,
-    std::uint32_t mask, bool& valid)
+inline std::uint32_t shuffle(
+    Shuffle kind, std::uint32_t value, std::uint32_t operand, std::uint32_t clamp, std::uint32_t mask, bool& valid)
 {
     std::uint32_t const width = 32 - (clamp >> 8 & 31);
     std::uint32_t const lane = laneId();
@@ -521,10 +521,18 @@ inline std::uint32_t shuffle(Shuffle kind, std::uint32_t value, std::uint32_t op
     std::uint32_t const steps = operand & 31;
     switch (kind)
     {
-    case Shuffle::kINDEX: valid = true; break;
-    case Shuffle::kUP: valid = lane - first >= steps; break;
-    case Shuffle::kDOWN: valid = lane + steps < first + width; break;
-    case Shuffle::kXOR: valid = (lane ^ steps) < first + width; break;
+    case Shuffle::kINDEX:
+        valid = true;
+        break;
+    case Shuffle::kUP:
+        valid = lane - first >= steps;
+        break;
+    case Shuffle::kDOWN:
+        valid = lane + steps < first + width;
+        break;
+    case Shuffle::kXOR:
+        valid = (lane ^ steps) < first + width;
+        break;
     }
     return emulator::shuffleWord(mask, value, kind, static_cast<int>(steps), static_cast<int>(width));
 }

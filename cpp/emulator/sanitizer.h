@@ -9,12 +9,17 @@
 extern "C"
 {
     __attribute__((weak)) void __sanitizer_start_switch_fiber(void** fakeStack, void const* bottom, std::size_t bytes);
-    __attribute__((weak)) void __sanitizer_finish_switch_fiber(void* fakeStack, void const** bottom, std::size_t* bytes);
+    __attribute__((weak)) void __sanitizer_finish_switch_fiber(
+        void* fakeStack, void const** bottom, std::size_t* bytes);
     __attribute__((weak)) void __asan_poison_memory_region(void const volatile* address, std::size_t bytes);
     __attribute__((weak)) void __asan_unpoison_memory_region(void const volatile* address, std::size_t bytes);
     __attribute__((weak)) void __asan_loadN(void const* address, std::size_t bytes);
     __attribute__((weak)) void __asan_storeN(void* address, std::size_t bytes);
 
+    __attribute__((weak)) void AnnotateIgnoreReadsBegin(char const* file, int line);
+    __attribute__((weak)) void AnnotateIgnoreReadsEnd(char const* file, int line);
+    __attribute__((weak)) void AnnotateIgnoreWritesBegin(char const* file, int line);
+    __attribute__((weak)) void AnnotateIgnoreWritesEnd(char const* file, int line);
     __attribute__((weak)) void* __tsan_get_current_fiber();
     __attribute__((weak)) void* __tsan_create_fiber(unsigned flags);
     __attribute__((weak)) void __tsan_destroy_fiber(void* fiber);
@@ -79,5 +84,32 @@ inline void acquireOrder(void* token)
         __tsan_acquire(token);
     }
 }
+
+//! While it lives, what the runtime does for many threads (through memcpy or the heap, which TSan watches even here) is
+//! not held against the one thread that happens to do it.
+class UnseenByTsan
+{
+public:
+    UnseenByTsan()
+    {
+        if (underTsan())
+        {
+            AnnotateIgnoreReadsBegin(__FILE__, __LINE__);
+            AnnotateIgnoreWritesBegin(__FILE__, __LINE__);
+        }
+    }
+
+    ~UnseenByTsan()
+    {
+        if (underTsan())
+        {
+            AnnotateIgnoreWritesEnd(__FILE__, __LINE__);
+            AnnotateIgnoreReadsEnd(__FILE__, __LINE__);
+        }
+    }
+
+    UnseenByTsan(UnseenByTsan const&) = delete;
+    UnseenByTsan& operator=(UnseenByTsan const&) = delete;
+};
 
 } // namespace trtllm_kvmap::emulator

@@ -30,7 +30,7 @@ struct LoadOperands
 unsigned bankConflicts(Thread const* lanes)
 {
     unsigned worst = 1;
-    unsigned used[kROWS]{};
+    unsigned used[kROWS] {};
     for (int row = 0; row < kROWS; ++row)
     {
         std::uint32_t const address = static_cast<LoadOperands const*>(lanes[row].operands)->address;
@@ -164,7 +164,7 @@ void loadMatrix(std::uint32_t (&destination)[4], std::uint32_t address, bool tra
     char const* const instruction = transposed ? "ldmatrix.trans" : "ldmatrix";
     unsigned char const* const row = sharedBytes(address, kROW_BYTES, kROW_BYTES, instruction);
     noteRead(row, kROW_BYTES);
-    LoadOperands operands{destination, row, address};
+    LoadOperands operands { destination, row, address };
     Block::current()->gather(transposed ? Collective::kLDMATRIX_TRANS : Collective::kLDMATRIX, kWARP, &operands,
         transposed ? executeLoad<true> : executeLoad<false>);
 }
@@ -172,7 +172,7 @@ void loadMatrix(std::uint32_t (&destination)[4], std::uint32_t address, bool tra
 void multiplyAccumulate(
     MmaType type, float (&accumulators)[4], std::uint32_t const (&a)[4], std::uint32_t b0, std::uint32_t b1)
 {
-    MmaOperands operands{accumulators, a, {b0, b1}};
+    MmaOperands operands { accumulators, a, { b0, b1 } };
     bool const bf16 = type == MmaType::kBF16;
     Block::current()->gather(bf16 ? Collective::kMMA_BF16 : Collective::kMMA_FP16, kWARP, &operands,
         bf16 ? executeMma<MmaType::kBF16> : executeMma<MmaType::kFP16>);

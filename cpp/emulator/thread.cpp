@@ -61,8 +61,8 @@ unsigned char* sharedBytes(std::uint32_t address, std::size_t bytes, std::size_t
     }
     if (address % alignment != 0)
     {
-        fail("%s: shared address %d is not aligned to %zu bytes", instruction,
-            static_cast<int>(address - kSHARED_BASE), alignment);
+        fail("%s: shared address %d is not aligned to %zu bytes", instruction, static_cast<int>(address - kSHARED_BASE),
+            alignment);
     }
     return current.shared() + (address - kSHARED_BASE);
 }

@@ -32,10 +32,17 @@ int sourceLane(ShuffleOperands const& operands, int lane)
     int source = lane;
     switch (operands.kind)
     {
-    case Shuffle::kINDEX: return first + (operands.operand & (operands.width - 1));
-    case Shuffle::kUP: source = lane - operands.operand; break;
-    case Shuffle::kDOWN: source = lane + operands.operand; break;
-    case Shuffle::kXOR: source = lane ^ operands.operand; break;
+    case Shuffle::kINDEX:
+        return first + (operands.operand & (operands.width - 1));
+    case Shuffle::kUP:
+        source = lane - operands.operand;
+        break;
+    case Shuffle::kDOWN:
+        source = lane + operands.operand;
+        break;
+    case Shuffle::kXOR:
+        source = lane ^ operands.operand;
+        break;
     }
     // An xor may reach into an earlier segment, but not into a later one.
     bool const inside = source >= (operands.kind == Shuffle::kXOR ? 0 : first) && source < first + operands.width;
@@ -85,7 +92,7 @@ std::uint32_t shuffleWord(unsigned mask, std::uint32_t value, Shuffle kind, int 
     {
         fail("shfl.sync: width %d is not a power of two up to 32", width);
     }
-    ShuffleOperands operands{value, 0, kind, operand, width};
+    ShuffleOperands operands { value, 0, kind, operand, width };
     Block::current()->gather(Collective::kSHUFFLE, kWARP, &operands, executeShuffle);
     return operands.result;
 }
@@ -93,7 +100,7 @@ std::uint32_t shuffleWord(unsigned mask, std::uint32_t value, Shuffle kind, int 
 unsigned ballot(unsigned mask, bool predicate)
 {
     requireWholeWarp(mask, "vote.sync");
-    BallotOperands operands{predicate, 0};
+    BallotOperands operands { predicate, 0 };
     Block::current()->gather(Collective::kBALLOT, kWARP, &operands, executeBallot);
     return operands.result;
 }

@@ -28,7 +28,7 @@ template <typename T>
 T shuffle(unsigned mask, T value, Shuffle kind, int operand, int width)
 {
     static_assert(sizeof(T) % 4 == 0 || sizeof(T) == 2, "A shuffle moves 2 bytes or whole 32-bit words.");
-    std::uint32_t words[(sizeof(T) + 3) / 4]{};
+    std::uint32_t words[(sizeof(T) + 3) / 4] {};
     std::memcpy(words, &value, sizeof(T));
     for (auto& word : words)
     {

@@ -213,7 +213,7 @@ void warpgroupMultiply(MmaType type, int columns, float* accumulators, std::uint
     {
         fail("wgmma: %d columns; a multiple of 8 up to 256 is needed", columns);
     }
-    Operands operands{};
+    Operands operands {};
     operands.product.type = type;
     operands.product.columns = columns;
     operands.product.a = aRegisters == nullptr ? a : 0;

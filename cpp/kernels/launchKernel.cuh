@@ -15,8 +15,8 @@ namespace trtllm_kvmap::kernels
 //! it). Returns nullptr, or a sentence that stays valid until this host thread launches again. Under the emulator the
 //! kernel has ended when this returns, and the options are emulator::currentOptions().
 template <typename... Params, typename... Arguments>
-char const* launchKernel(void (*kernel)(Params...), dim3 grid, dim3 block, std::size_t sharedBytes,
-    cudaStream_t stream, Arguments&&... arguments)
+char const* launchKernel(void (*kernel)(Params...), dim3 grid, dim3 block, std::size_t sharedBytes, cudaStream_t stream,
+    Arguments&&... arguments)
 {
 #if defined(TRTLLM_KVMAP_EMULATE)
     static_cast<void>(stream);

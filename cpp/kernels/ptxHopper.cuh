@@ -69,11 +69,10 @@ __device__ __forceinline__ bool mbarrierTryWait(std::uint32_t barrier, std::uint
     return emulator::tryWaitMbarrier(barrier, parity);
 #else
     std::uint32_t complete;
-    asm volatile(
-        "{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}\n"
-        : "=r"(complete)
-        : "r"(barrier), "r"(parity)
-        : "memory");
+    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}\n"
+                 : "=r"(complete)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
     return complete != 0;
 #endif
 }
@@ -94,7 +93,7 @@ __device__ __forceinline__ void tmaLoad2D(
     std::uint32_t destination, CUtensorMap const* map, std::int32_t x, std::int32_t y, std::uint32_t barrier)
 {
 #if defined(TRTLLM_KVMAP_EMULATE)
-    std::int32_t const coordinates[2]{x, y};
+    std::int32_t const coordinates[2] { x, y };
     emulator::copyTensorBox(destination, map, 2, coordinates, barrier);
 #else
     asm volatile(
@@ -109,7 +108,7 @@ __device__ __forceinline__ void tmaLoad3D(std::uint32_t destination, CUtensorMap
     std::int32_t y, std::int32_t z, std::uint32_t barrier)
 {
 #if defined(TRTLLM_KVMAP_EMULATE)
-    std::int32_t const coordinates[3]{x, y, z};
+    std::int32_t const coordinates[3] { x, y, z };
     emulator::copyTensorBox(destination, map, 3, coordinates, barrier);
 #else
     asm volatile(
@@ -128,7 +127,7 @@ __device__ __forceinline__ std::uint64_t wgmmaDescriptor(std::uint32_t address)
 {
     constexpr std::uint64_t kGROUP_BYTES = 1024;
     constexpr std::uint64_t kSWIZZLE_128 = 1;
-    return static_cast<std::uint64_t>((address & 0x3ffff) >> 4) | std::uint64_t{1} << 16 | (kGROUP_BYTES >> 4) << 32
+    return static_cast<std::uint64_t>((address & 0x3ffff) >> 4) | std::uint64_t { 1 } << 16 | (kGROUP_BYTES >> 4) << 32
         | kSWIZZLE_128 << 62;
 }
 

@@ -39,9 +39,9 @@ __device__ __forceinline__ void cpAsync16(std::uint32_t destination, void const*
     emulator::asyncCopy16(destination, source, valid);
 #else
     std::uint32_t const sourceBytes = valid ? 16 : 0;
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(destination), "l"(source),
-                 "r"(sourceBytes)
-                 : "memory");
+    asm volatile(
+        "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(destination), "l"(source), "r"(sourceBytes)
+        : "memory");
 #endif
 }
 
@@ -106,11 +106,10 @@ __device__ __forceinline__ void mmaM16N8K16<__nv_bfloat16>(
 #if defined(TRTLLM_KVMAP_EMULATE)
     emulator::multiplyAccumulate(emulator::MmaType::kBF16, d, a, b0, b1);
 #else
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};\n"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};\n"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 #endif
 }
 
@@ -121,11 +120,10 @@ __device__ __forceinline__ void mmaM16N8K16<__half>(
 #if defined(TRTLLM_KVMAP_EMULATE)
     emulator::multiplyAccumulate(emulator::MmaType::kFP16, d, a, b0, b1);
 #else
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};\n"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};\n"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 #endif
 }
 
@@ -151,8 +149,8 @@ __device__ __forceinline__ void storeGlobal16(void* address, uint4 value)
     emulator::checkGlobal(address, 16, "st.global.v4");
     *static_cast<uint4*>(address) = value;
 #else
-    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};\n" ::"l"(address), "r"(value.x), "r"(value.y),
-                 "r"(value.z), "r"(value.w)
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};\n" ::"l"(address), "r"(value.x), "r"(value.y), "r"(value.z),
+                 "r"(value.w)
                  : "memory");
 #endif
 }

@@ -12,15 +12,15 @@ enum class Bug : int
 {
     kNONE,
     kNO_BARRIER_AFTER_WAIT, //!< other threads' copies are read before they are visible
-    kWAIT_COUNT,            //!< wait_group leaves the stage that is read next in flight
-    kLOAD_BEFORE_BARRIER,   //!< a stage is filled while other warps still read it
-    kREAD_BEFORE_WAIT,      //!< the fragments are loaded before the wait
-    kFRAGMENT,              //!< two registers of B swapped
-    kSWIZZLE,               //!< written with one swizzle, read with another
-    kNO_DRAIN,              //!< copies in flight at the end
-    kEPILOGUE_ROW,          //!< the lower half of the rows goes to the wrong rows
-    kSHARED_ROWS,           //!< two blocks write the same row of C
-    kPAST_SHARED,           //!< a store past the end of shared memory
+    kWAIT_COUNT, //!< wait_group leaves the stage that is read next in flight
+    kLOAD_BEFORE_BARRIER, //!< a stage is filled while other warps still read it
+    kREAD_BEFORE_WAIT, //!< the fragments are loaded before the wait
+    kFRAGMENT, //!< two registers of B swapped
+    kSWIZZLE, //!< written with one swizzle, read with another
+    kNO_DRAIN, //!< copies in flight at the end
+    kEPILOGUE_ROW, //!< the lower half of the rows goes to the wrong rows
+    kSHARED_ROWS, //!< two blocks write the same row of C
+    kPAST_SHARED, //!< a store past the end of shared memory
 };
 
 constexpr int kNUM_BUGS = 11;
@@ -36,14 +36,14 @@ struct Params
 {
     __nv_bfloat16 const* a; //!< [m][k]
     __nv_bfloat16 const* b; //!< [k][n]
-    float* c;               //!< [m][n]
+    float* c; //!< [m][n]
     int m;
     int n;
     int k; //!< multiple of kDEPTH; m and n are free, n a multiple of 8
 };
 
-//! Byte offset of 16-byte chunk \p chunk of row \p row of a tile with \p kCHUNKS chunks a row: eight consecutive rows of
-//! one chunk fall into eight different bank groups.
+//! Byte offset of 16-byte chunk \p chunk of row \p row of a tile with \p kCHUNKS chunks a row: eight consecutive rows
+//! of one chunk fall into eight different bank groups.
 template <int kCHUNKS>
 __device__ __forceinline__ std::uint32_t swizzled(int row, int chunk, bool broken = false)
 {
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kTHREADS) gemmKernel(Params p)
     {
         load(step);
     }
-    float d[8][4]{};
+    float d[8][4] {};
     for (int step = 0; step < numSteps; ++step)
     {
         std::uint32_t const stage = base + static_cast<std::uint32_t>(step % kSTAGES * kSTAGE_BYTES);
@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(kTHREADS) gemmKernel(Params p)
             if (column < p.n)
             {
                 *reinterpret_cast<float2*>(p.c + static_cast<std::size_t>(row) * p.n + column)
-                    = float2{d[j][half * 2], d[j][half * 2 + 1]};
+                    = float2 { d[j][half * 2], d[j][half * 2 + 1] };
             }
         }
     }
@@ -178,18 +178,17 @@ __global__ void __launch_bounds__(kTHREADS) gemmKernel(Params p)
 
 } // namespace gemm
 
-extern "C" char const* runGemm(
-    int bug, __nv_bfloat16 const* a, __nv_bfloat16 const* b, float* c, int m, int n, int k)
+extern "C" char const* runGemm(int bug, __nv_bfloat16 const* a, __nv_bfloat16 const* b, float* c, int m, int n, int k)
 {
     using gemm::Bug;
-    void (*const kernels[gemm::kNUM_BUGS])(gemm::Params) = {gemm::gemmKernel<Bug::kNONE>,
-        gemm::gemmKernel<Bug::kNO_BARRIER_AFTER_WAIT>, gemm::gemmKernel<Bug::kWAIT_COUNT>,
-        gemm::gemmKernel<Bug::kLOAD_BEFORE_BARRIER>, gemm::gemmKernel<Bug::kREAD_BEFORE_WAIT>,
-        gemm::gemmKernel<Bug::kFRAGMENT>, gemm::gemmKernel<Bug::kSWIZZLE>, gemm::gemmKernel<Bug::kNO_DRAIN>,
-        gemm::gemmKernel<Bug::kEPILOGUE_ROW>, gemm::gemmKernel<Bug::kSHARED_ROWS>,
-        gemm::gemmKernel<Bug::kPAST_SHARED>};
+    void (*const kernels[gemm::kNUM_BUGS])(gemm::Params)
+        = { gemm::gemmKernel<Bug::kNONE>, gemm::gemmKernel<Bug::kNO_BARRIER_AFTER_WAIT>,
+              gemm::gemmKernel<Bug::kWAIT_COUNT>, gemm::gemmKernel<Bug::kLOAD_BEFORE_BARRIER>,
+              gemm::gemmKernel<Bug::kREAD_BEFORE_WAIT>, gemm::gemmKernel<Bug::kFRAGMENT>,
+              gemm::gemmKernel<Bug::kSWIZZLE>, gemm::gemmKernel<Bug::kNO_DRAIN>, gemm::gemmKernel<Bug::kEPILOGUE_ROW>,
+              gemm::gemmKernel<Bug::kSHARED_ROWS>, gemm::gemmKernel<Bug::kPAST_SHARED> };
     dim3 const grid(static_cast<unsigned>((m + gemm::kTILE - 1) / gemm::kTILE),
         static_cast<unsigned>((n + gemm::kTILE - 1) / gemm::kTILE));
     return gemm::launchKernel(kernels[bug], grid, dim3(gemm::kTHREADS), gemm::kSTAGES * gemm::kSTAGE_BYTES, nullptr,
-        gemm::Params{a, b, c, m, n, k});
+        gemm::Params { a, b, c, m, n, k });
 }

@@ -6,10 +6,8 @@
 #include <cuda_bf16.h>
 #include <vector>
 
-extern "C" char const* runGemm(
-    int bug, __nv_bfloat16 const* a, __nv_bfloat16 const* b, float* c, int m, int n, int k);
-extern "C" void trtllmKvMapEmulatorConfigure(
-    int order, int asyncCopies, int path, std::uint64_t seed, int hostThreads);
+extern "C" char const* runGemm(int bug, __nv_bfloat16 const* a, __nv_bfloat16 const* b, float* c, int m, int n, int k);
+extern "C" void trtllmKvMapEmulatorConfigure(int order, int asyncCopies, int path, std::uint64_t seed, int hostThreads);
 
 int main(int, char** arguments)
 {

@@ -43,11 +43,12 @@ __global__ void tmaKernel(
 
 #if defined(TRTLLM_KVMAP_EMULATE)
 //! A tensor of 2-byte elements, rows by columns.
-char const* encode(CUtensorMap& map, void const* tensor, int rows, int columns, int boxRows, int boxColumns, int swizzle)
+char const* encode(
+    CUtensorMap& map, void const* tensor, int rows, int columns, int boxRows, int boxColumns, int swizzle)
 {
-    std::uint64_t const sizes[2]{static_cast<std::uint64_t>(columns), static_cast<std::uint64_t>(rows)};
-    std::uint64_t const strides[1]{static_cast<std::uint64_t>(columns) * 2};
-    std::uint32_t const box[2]{static_cast<std::uint32_t>(boxColumns), static_cast<std::uint32_t>(boxRows)};
+    std::uint64_t const sizes[2] { static_cast<std::uint64_t>(columns), static_cast<std::uint64_t>(rows) };
+    std::uint64_t const strides[1] { static_cast<std::uint64_t>(columns) * 2 };
+    std::uint32_t const box[2] { static_cast<std::uint32_t>(boxColumns), static_cast<std::uint32_t>(boxRows) };
     return trtllm_kvmap::emulator::encodeTensorMap(map, 2, 2, const_cast<void*>(tensor), sizes, strides, box,
         static_cast<trtllm_kvmap::emulator::Swizzle>(swizzle));
 }
@@ -59,10 +60,10 @@ enum class Bug : int
 {
     kNONE,
     kNO_WAIT_FOR_DATA, //!< the product starts before the boxes have landed
-    kREUSED_EARLY,     //!< a stage is filled while a wgmma still reads it
+    kREUSED_EARLY, //!< a stage is filled while a wgmma still reads it
     kREAD_BEFORE_WAIT, //!< the accumulators are read while the product is in flight
-    kDESCRIPTOR,       //!< B advances by half of what it should
-    kPARITY,           //!< the parity never changes
+    kDESCRIPTOR, //!< B advances by half of what it should
+    kPARITY, //!< the parity never changes
 };
 
 constexpr int kDEPTH = 64;
@@ -70,8 +71,8 @@ constexpr int kSTAGES = 2;
 
 //! C[64, N] = A[64, K] B[N, K]^T: one block, one warpgroup, a ring of two stages.
 template <int kN, Bug kBUG>
-__global__ void __launch_bounds__(kWARPGROUP) productKernel(
-    const __grid_constant__ CUtensorMap mapA, const __grid_constant__ CUtensorMap mapB, int k, float* c)
+__global__ void __launch_bounds__(kWARPGROUP)
+    productKernel(const __grid_constant__ CUtensorMap mapA, const __grid_constant__ CUtensorMap mapB, int k, float* c)
 {
     constexpr std::uint32_t kA_BYTES = 64 * kDEPTH * 2;
     constexpr std::uint32_t kB_BYTES = kN * kDEPTH * 2;
@@ -121,8 +122,8 @@ __global__ void __launch_bounds__(kWARPGROUP) productKernel(
         for (std::uint32_t i = 0; i < kDEPTH / 16; ++i)
         {
             constexpr std::uint32_t kB_STEP = kBUG == Bug::kDESCRIPTOR ? 16 : 32;
-            wgmmaBf16(d, wgmmaDescriptor(stage + i * 32), wgmmaDescriptor(stage + kA_BYTES + i * kB_STEP),
-                step > 0 || i > 0);
+            wgmmaBf16(
+                d, wgmmaDescriptor(stage + i * 32), wgmmaDescriptor(stage + kA_BYTES + i * kB_STEP), step > 0 || i > 0);
         }
         wgmmaCommit();
         if (kBUG == Bug::kREUSED_EARLY)
@@ -163,8 +164,8 @@ template char const* run<128, Bug::kNONE>(CUtensorMap const&, CUtensorMap const&
 
 #if defined(TRTLLM_KVMAP_EMULATE)
 
-extern "C" char const* runTma(void const* tensor, int rows, int columns, int boxRows, int boxColumns, int swizzle, int x,
-    int y, int wait, int extra, unsigned char* out)
+extern "C" char const* runTma(void const* tensor, int rows, int columns, int boxRows, int boxColumns, int swizzle,
+    int x, int y, int wait, int extra, unsigned char* out)
 {
     CUtensorMap map;
     char const* const refused = hopper::encode(map, tensor, rows, columns, boxRows, boxColumns, swizzle);
@@ -190,12 +191,18 @@ extern "C" char const* runProduct(int bug, int n, void const* a, void const* b, 
     }
     switch (static_cast<Bug>(bug))
     {
-    case Bug::kNO_WAIT_FOR_DATA: return hopper::run<64, Bug::kNO_WAIT_FOR_DATA>(mapA, mapB, k, c);
-    case Bug::kREUSED_EARLY: return hopper::run<64, Bug::kREUSED_EARLY>(mapA, mapB, k, c);
-    case Bug::kREAD_BEFORE_WAIT: return hopper::run<64, Bug::kREAD_BEFORE_WAIT>(mapA, mapB, k, c);
-    case Bug::kDESCRIPTOR: return hopper::run<64, Bug::kDESCRIPTOR>(mapA, mapB, k, c);
-    case Bug::kPARITY: return hopper::run<64, Bug::kPARITY>(mapA, mapB, k, c);
-    case Bug::kNONE: break;
+    case Bug::kNO_WAIT_FOR_DATA:
+        return hopper::run<64, Bug::kNO_WAIT_FOR_DATA>(mapA, mapB, k, c);
+    case Bug::kREUSED_EARLY:
+        return hopper::run<64, Bug::kREUSED_EARLY>(mapA, mapB, k, c);
+    case Bug::kREAD_BEFORE_WAIT:
+        return hopper::run<64, Bug::kREAD_BEFORE_WAIT>(mapA, mapB, k, c);
+    case Bug::kDESCRIPTOR:
+        return hopper::run<64, Bug::kDESCRIPTOR>(mapA, mapB, k, c);
+    case Bug::kPARITY:
+        return hopper::run<64, Bug::kPARITY>(mapA, mapB, k, c);
+    case Bug::kNONE:
+        break;
     }
     return hopper::run<64, Bug::kNONE>(mapA, mapB, k, c);
 }

@@ -10,6 +10,16 @@ import numpy as np
 ORDERS = {"random": 0, "in order": 1, "reverse": 2}
 COPIES = {"poisoned": 0, "at issue": 1, "at wait": 2}
 PATHS = {"source": 0, "ptx": 1}
+COUNTS = (
+    "mma",
+    "ldmatrix",
+    "ldmatrix bank conflicts",
+    "async copies",
+    "barriers",
+    "wgmma",
+    "tensor copies",
+    "switches",
+)
 
 
 class Library:
@@ -45,3 +55,9 @@ class Library:
                 passed.append(ctypes.c_int(argument))
         sentence = entry(*passed)
         return sentence.decode() if sentence else ""
+
+    def statistics(self) -> dict[str, int]:
+        """What all launches so far have counted."""
+        counts = (ctypes.c_uint64 * len(COUNTS))()
+        self._library.trtllmKvMapEmulatorStatistics(counts)
+        return dict(zip(COUNTS, counts, strict=True))

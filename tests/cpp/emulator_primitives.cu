@@ -111,7 +111,7 @@ extern "C" char const* runCpAsync(
     int pending, bool drain, std::uint32_t const* in, int const* valid, std::uint32_t* out)
 {
     void (*const kernels[])(std::uint32_t const*, int const*, std::uint32_t*)
-        = {cpAsyncKernel<0, true>, cpAsyncKernel<1, true>, cpAsyncKernel<2, true>, cpAsyncKernel<3, true>};
+        = { cpAsyncKernel<0, true>, cpAsyncKernel<1, true>, cpAsyncKernel<2, true>, cpAsyncKernel<3, true> };
     auto* const kernel = drain ? kernels[pending] : cpAsyncKernel<1, false>;
     return launchKernel(kernel, dim3(1), dim3(kWARP), 3 * kWARP * 16, nullptr, in, valid, out);
 }
@@ -163,16 +163,16 @@ extern "C" char const* runBlocks(int x, int y, int z, int threads, int* sum, int
 enum class Mistake : int
 {
     kNONE,
-    kDIVERGENT_WARP,        //!< half of a warp at __syncwarp, half at a shuffle
-    kDEADLOCK,              //!< one warp never comes to __syncthreads
-    kPARTIAL_MASK,          //!< a shuffle without lane 31
-    kPAST_SHARED,           //!< ldmatrix past the end
-    kMISALIGNED_SHARED,     //!< cp.async to an address that is no multiple of 16
-    kMISALIGNED_GLOBAL,     //!< a 16-byte load from an address that is no multiple of 16
-    kSTORE_PAST_SHARED,     //!< an ordinary store past the end
-    kBARRIER_COUNT,         //!< two counts at one barrier
-    kFOREIGN_POINTER,       //!< the shared address of global memory
-    kUNINITIALISED,         //!< not refused: reads shared memory that nobody wrote
+    kDIVERGENT_WARP, //!< half of a warp at __syncwarp, half at a shuffle
+    kDEADLOCK, //!< one warp never comes to __syncthreads
+    kPARTIAL_MASK, //!< a shuffle without lane 31
+    kPAST_SHARED, //!< ldmatrix past the end
+    kMISALIGNED_SHARED, //!< cp.async to an address that is no multiple of 16
+    kMISALIGNED_GLOBAL, //!< a 16-byte load from an address that is no multiple of 16
+    kSTORE_PAST_SHARED, //!< an ordinary store past the end
+    kBARRIER_COUNT, //!< two counts at one barrier
+    kFOREIGN_POINTER, //!< the shared address of global memory
+    kUNINITIALISED, //!< not refused: reads shared memory that nobody wrote
 };
 
 __global__ void mistakeKernel(Mistake mistake, float* data)
@@ -183,7 +183,8 @@ __global__ void mistakeKernel(Mistake mistake, float* data)
     std::uint32_t words[4];
     switch (mistake)
     {
-    case Mistake::kNONE: break;
+    case Mistake::kNONE:
+        break;
     case Mistake::kDIVERGENT_WARP:
         if (thread % 32 < 16)
         {
@@ -200,28 +201,39 @@ __global__ void mistakeKernel(Mistake mistake, float* data)
             __syncthreads();
         }
         break;
-    case Mistake::kPARTIAL_MASK: data[thread] = __shfl_sync(0x7fffffffu, 1.F, 0); break;
-    case Mistake::kPAST_SHARED: ldmatrixX4(words, base + 1024 - 16 * 16 + static_cast<std::uint32_t>(thread % 32) * 16); break;
+    case Mistake::kPARTIAL_MASK:
+        data[thread] = __shfl_sync(0x7fffffffu, 1.F, 0);
+        break;
+    case Mistake::kPAST_SHARED:
+        ldmatrixX4(words, base + 1024 - 16 * 16 + static_cast<std::uint32_t>(thread % 32) * 16);
+        break;
     case Mistake::kMISALIGNED_SHARED:
         cpAsync16(base + 8, data, true);
         cpAsyncWait<0>();
         break;
-    case Mistake::kMISALIGNED_GLOBAL: data[4] = static_cast<float>(loadGlobal16(data + 1).x); break;
-    case Mistake::kSTORE_PAST_SHARED: reinterpret_cast<float*>(shared)[256 + thread] = 1.F; break;
+    case Mistake::kMISALIGNED_GLOBAL:
+        data[4] = static_cast<float>(loadGlobal16(data + 1).x);
+        break;
+    case Mistake::kSTORE_PAST_SHARED:
+        reinterpret_cast<float*>(shared)[256 + thread] = 1.F;
+        break;
     case Mistake::kBARRIER_COUNT:
 #if defined(TRTLLM_KVMAP_EMULATE)
         trtllm_kvmap::emulator::syncBarrier(1, thread < 32 ? 32 : 64);
 #endif
         break;
-    case Mistake::kFOREIGN_POINTER: data[0] = static_cast<float>(sharedAddress(data)); break;
-    case Mistake::kUNINITIALISED: data[thread] = reinterpret_cast<float*>(shared)[thread]; break;
+    case Mistake::kFOREIGN_POINTER:
+        data[0] = static_cast<float>(sharedAddress(data));
+        break;
+    case Mistake::kUNINITIALISED:
+        data[thread] = reinterpret_cast<float*>(shared)[thread];
+        break;
     }
 }
 
 extern "C" char const* runMistake(int mistake, float* data)
 {
-    return launchKernel(
-        mistakeKernel, dim3(1), dim3(64), 1024, nullptr, static_cast<Mistake>(mistake), data);
+    return launchKernel(mistakeKernel, dim3(1), dim3(64), 1024, nullptr, static_cast<Mistake>(mistake), data);
 }
 
 extern "C" char const* runShape(int gridX, int threads, int sharedBytes)

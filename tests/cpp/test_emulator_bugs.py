@@ -88,6 +88,19 @@ def test_a_kind_order_hides_races(library: Library) -> None:
     assert not is_right(*product(library, BUGS["wait count"]))
 
 
+def test_instructions_are_counted_by_warp(library: Library) -> None:
+    library.configure()
+    before = library.statistics()
+    product(library, 0)
+    counted = {name: count - before[name] for name, count in library.statistics().items()}
+    blocks, warps, steps, depth_steps = 4, 4, K // 32, 2
+    assert counted["mma"] == blocks * warps * steps * depth_steps * 8
+    assert counted["ldmatrix"] == blocks * warps * steps * depth_steps * 5
+    assert counted["ldmatrix bank conflicts"] == 0
+    assert counted["async copies"] == blocks * steps * (64 * 4 + 32 * 8)
+    assert counted["barriers"] == blocks * steps
+
+
 # ---- the PTX that nvcc emitted -------------------------------------------------------------------
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
