@@ -82,6 +82,8 @@ def test_moments_are_the_sums_over_all_tokens(
     moments = calibrate(*pair, DOCUMENTS, config, tmp_path / "m")
     assert len(moments.parts) == (1 if config.joint else 2) * (2 if config.scope == "head" else 1)
     for part in moments.parts:
+        heads = {s.head for s in (*part.slices, *part.targets)}
+        assert len(heads) == (1 if config.scope == "head" else 2)
         x, y = (rows(pair, s, config.skip_first) for s in (part.slices, part.targets))
         assert_moments(part, x, y)
     seen = [t for part in moments.parts for t in part.targets]

@@ -12,8 +12,8 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class SinkEntry:
-    """The target's exact KV of one token prefix: keys (rotated) and values, [num_layers,
-    num_kv_heads, n, head_dim].
+    """The target's exact KV of one token prefix: keys (rotated, as in a sequence no longer than the
+    prefix) and values, [num_layers, num_kv_heads, n, head_dim].
     """
 
     token_ids: tuple[int, ...]
