@@ -20,7 +20,7 @@ from trtllm_kvmap.cli import app
 from trtllm_kvmap.tiny.documents import VOCABULARY
 
 Folder = Callable[..., Path]
-PROMPT = " ".join(["<bos>", *["after anna ben ."] * 20])
+PROMPT = " ".join(["<bos>", *["after anna ben near"] * 20])
 
 
 def complaint(*arguments: object) -> str:

@@ -101,7 +101,7 @@ def test_inspect_prints_the_map_as_json(work: dict[str, Any], tmp_path: Path) ->
 
 def test_generate_continues_and_says_what_was_mapped(work: dict[str, Any], tmp_path: Path) -> None:
     out = tmp_path / "said.json"
-    prompt = " ".join(["<bos>", *["after anna ben ."] * 20])
+    prompt = " ".join(["<bos>", *["after anna ben near"] * 20])
     run(
         *("generate", work["kvmap"], *pair(work), "--prompt", prompt, "--allow-unproven"),
         *("--max-new-tokens", 4, "--repair-window", 8, "--json", out),

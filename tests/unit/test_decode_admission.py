@@ -21,6 +21,9 @@ from trtllm_kvmap.inject.hf_cache import (
 )
 from trtllm_kvmap.models import LoadedModel, load_model
 from trtllm_kvmap.spec.plan import plan_handoff
+from trtllm_kvmap.tiny.documents import VOCABULARY
+
+OUTSIDE = len(VOCABULARY)  # the first token id that no model here knows
 
 
 def tokens(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -59,8 +62,6 @@ def test_another_model_is_refused(
 
 
 def test_another_tokenizer_is_refused(random_model: Callable) -> None:
-    from trtllm_kvmap.tiny.documents import VOCABULARY
-
     swapped = random_model(words=[*VOCABULARY[:-2], VOCABULARY[-1], VOCABULARY[-2]])
     kvmap = copy_map(random_model(), swapped)
     with pytest.raises(MismatchError, match="different tokenizers"):
@@ -84,7 +85,16 @@ HOLE[1, 8], NOTHING[1] = 0, 0
     ("changes", "error", "message"),
     [
         ({"token_ids": []}, InputError, "at least one token"),
-        ({"token_ids": [71] * 20}, InputError, "from 71 to 71; .* knows 0 to 70"),
+        (
+            {"token_ids": [OUTSIDE] * 20},
+            InputError,
+            f"from {OUTSIDE} to {OUTSIDE}; .* knows 0 to {OUTSIDE - 1}",
+        ),
+        (
+            {"token_ids": [3] * 19 + [OUTSIDE]},
+            InputError,
+            f"from 3 to {OUTSIDE}; .* knows 0 to {OUTSIDE - 1}",
+        ),
         ({"token_ids": [3] * 19}, InputError, "0-0, 0-1, 1-16, 16-20; the prompt needs 0-19"),
         (
             {"token_ids": [3] * 600, "plan": plan_handoff(600)},

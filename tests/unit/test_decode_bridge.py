@@ -213,22 +213,24 @@ def padded_batch() -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
     return rows, ids, mask
 
 
-@pytest.mark.parametrize("first_tokens", [0, 1, 4])
+@pytest.mark.parametrize(
+    ("first_tokens", "repair_window"), [(0, 8), (1, 8), (4, 8), (4, 36), (0, 40)]
+)
 def test_a_padded_batch_is_handed_over_row_by_row(
-    first_tokens: int, random_model: Callable
+    first_tokens: int, repair_window: int, random_model: Callable
 ) -> None:
     source = random_model("llama", layers=3, kv_heads=4, seed=1)
     target = random_model("qwen3", head_dim=32)
     bridge = KvBridge(random_map(source, target), source=source, target=target)
     rows, ids, mask = padded_batch()
     source_cache = prefill(source, ids, attention_mask=mask).cache
-    plan = plan_handoff(40, first_tokens=first_tokens, repair_window=8)
+    plan = plan_handoff(40, first_tokens=first_tokens, repair_window=repair_window)
     batch = bridge.hand_over(source_cache, ids, plan, attention_mask=mask)
     assert batch.logits.shape == (len(rows), target.spec.vocab_size)
     new = generate_batch(target, fork(batch.cache), batch.logits, 12, attention_mask=mask)
     whole = stacked(batch.cache)
     for index, row in enumerate(rows):
-        own_plan = plan_handoff(len(row), first_tokens=first_tokens, repair_window=8)
+        own_plan = plan_handoff(len(row), first_tokens=first_tokens, repair_window=repair_window)
         alone = bridge.hand_over(prefill(source, row).cache, row, own_plan)
         torch.testing.assert_close(batch.logits[index], alone.logits, rtol=0, atol=5e-5)
         kept = whole[:, :, index, :, 40 - len(row) :]

@@ -11,6 +11,7 @@ from random_models import available_architectures
 from trtllm_kvmap.decode.prefill import prefill
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.inject.hf_cache import fork, num_entries, view_pool, written_lengths
+from trtllm_kvmap.tiny.documents import VOCABULARY
 
 DYNAMIC = ({"rope_type": "dynamic", "factor": 2.0}, 32)
 LONGROPE = (
@@ -24,6 +25,8 @@ LONGROPE = (
     64,
 )
 LENGTH_DEPENDENT = [pytest.param(*DYNAMIC, id="dynamic"), pytest.param(*LONGROPE, id="longrope")]
+
+OUTSIDE = len(VOCABULARY)  # the first token id that no model here knows
 
 
 def tokens(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -172,8 +175,8 @@ def test_dynamic_rope_remembers_the_longest_sequence(random_model: Callable) -> 
         ({"token_ids": []}, "at least one token"),
         ({"token_ids": torch.zeros(2, 2, 2, dtype=torch.long)}, "need the shape"),
         ({"token_ids": torch.zeros(3)}, "must be integers, got torch.float32"),
-        ({"token_ids": [3, -1]}, "from -1 to 3; .* knows 0 to 70"),
-        ({"token_ids": [3, 71]}, "from 3 to 71; .* knows 0 to 70"),
+        ({"token_ids": [3, -1]}, f"from -1 to 3; .* knows 0 to {OUTSIDE - 1}"),
+        ({"token_ids": [3, OUTSIDE]}, f"from 3 to {OUTSIDE}; .* knows 0 to {OUTSIDE - 1}"),
         ({"token_ids": [3] * 509}, "takes 513 positions; .* allows 512"),
         ({"token_ids": [3, 4], "positions": torch.tensor([5, 512])}, "takes 513 positions"),
         ({"token_ids": [3, 4], "positions": torch.tensor([5, -1])}, "must not be negative"),

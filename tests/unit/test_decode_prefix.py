@@ -16,19 +16,20 @@ from trtllm_kvmap.inject.hf_cache import view_pool
 
 SHORT_LISTS = st.lists(st.integers(0, 2), max_size=6)
 
-# The first keeps its words; the second says whose turn it is in another way.
-PLAIN = "<bos>{% for m in messages %} {{ m.content }} .{% endfor %}"
+# The first template only marks the end of a turn; the second says whose turn it is.
+PLAIN = "<bos>{% for m in messages %} {{ m.content }} end{% endfor %}"
 MARKED = (
     "<bos>{% for m in messages %}"
-    "{% if m.role == 'user' %} {{ m.content }} .{% else %} so {{ m.content }} again{% endif %}"
+    "{% if m.role == 'user' %} {{ m.content }} end{% else %} reply {{ m.content }} done{% endif %}"
     "{% endfor %}"
 )
+NUMBERS = [f"n{number}" for number in range(40)]
+WORDS = ["<pad>", "<bos>", "end", "reply", "done", *NUMBERS]
 MESSAGES = [
-    {"role": "user", "content": " ".join(f"the old ship waited near the {n} ." for n in (
-        "river", "tower", "mill", "road"))},
-    {"role": "assistant", "content": "after anna ben"},
-    {"role": "user", "content": "so second after anna"},
-]  # fmt: skip
+    {"role": "user", "content": " ".join(NUMBERS)},
+    {"role": "assistant", "content": "n3 n1 n4"},
+    {"role": "user", "content": "n1 n5 n9"},
+]
 
 
 @given(SHORT_LISTS, SHORT_LISTS)
@@ -52,7 +53,7 @@ def test_nothing_beyond_the_common_prefix_is_mapped(
 
 def test_two_templates_share_their_longest_prefix(random_model: Callable) -> None:
     """The target goes on in its own words; only what both have read alike comes from the source."""
-    source, target = random_model(seed=1), random_model(seed=0)
+    source, target = (random_model(seed=seed, words=WORDS) for seed in (1, 0))
     ids = {}
     for name, loaded, template in (("source", source, PLAIN), ("target", target, MARKED)):
         text = loaded.tokenizer.apply_chat_template(
@@ -60,7 +61,7 @@ def test_two_templates_share_their_longest_prefix(random_model: Callable) -> Non
         )
         ids[name] = loaded.tokenizer(text).input_ids
     shared = common_prefix(ids["source"], ids["target"])
-    assert 30 < shared < min(len(ids["source"]), len(ids["target"])) - 3
+    assert shared == len(["<bos>", *NUMBERS, "end"])
     bridge = KvBridge(copy_map(source, target), source=source, target=target)
     plan = plan_shared_prefix(ids["source"], ids["target"], repair_window=4)
     assert plan.mapped == range(1, shared)

@@ -105,7 +105,8 @@ def test_a_target_gets_the_frequencies_it_would_have_used(
         view_pool(handoff.cache).keys, view_pool(native.cache).keys, strict=True
     ):
         torch.testing.assert_close(here, there, rtol=0, atol=5e-5)
-    assert written_lengths(handoff.cache, range(60)) == [60, 60, 60]
+    (written,) = written_lengths(native.cache, range(60))
+    assert set(written_lengths(handoff.cache, range(60))) == {written}
     # What was handed over can be handed on.
     again = bridge.hand_over(handoff.cache, ids, plan_handoff(60, repair_window=8))
     torch.testing.assert_close(again.logits, native.logits[-1], rtol=0, atol=5e-5)
@@ -127,6 +128,7 @@ def test_the_sink_table_serves_a_long_sequence_its_first_token(
     long = bridge.hand_over(cache, ids, plan_handoff(60, first_tokens=4, repair_window=8))
     short = bridge.hand_over(cache, ids[:20], plan_handoff(20, first_tokens=4, repair_window=8))
     assert (long.sink_tokens, short.sink_tokens) == (1, 4)
+    assert set(written_lengths(long.cache, range(60))) == {60}
     native = view_pool(prefill(target, ids).cache)
     for here, there in zip(view_pool(long.cache).keys, native.keys, strict=True):
         torch.testing.assert_close(here[:, :, :4], there[:, :, :4], rtol=0, atol=5e-5)

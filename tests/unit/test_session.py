@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from handmade_maps import copy_map
 from streams import require_equal_streams
+from tokenizers.processors import TemplateProcessing
 
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.decode.generate import generate
@@ -37,11 +39,11 @@ def bridges_between(*models: LoadedModel) -> list[KvBridge]:
 def test_one_model_alone_is_plain_generation(random_model: Callable) -> None:
     loaded = random_model()
     session = Session({"a": loaded}, [])
-    session.add("<bos> after anna ben .")
+    session.add("<bos> after anna ben near")
     session.add("so first after anna")
     assert (
         session.token_ids
-        == loaded.tokenizer("<bos> after anna ben . so first after anna").input_ids
+        == loaded.tokenizer("<bos> after anna ben near so first after anna").input_ids
     )
     prompt = list(session.token_ids)
     reply = session.generate(10) + session.generate(10)
@@ -49,6 +51,20 @@ def test_one_model_alone_is_plain_generation(random_model: Callable) -> None:
     seen = prefill(loaded, native[0]).logits[len(prompt) - 1 : -1]
     require_equal_streams(reply, native[0, len(prompt) :].tolist(), seen)
     assert session.token_ids == prompt + reply
+
+
+def test_only_the_first_text_gets_the_tokenizers_own_tokens(random_model: Callable) -> None:
+    """A tokenizer that puts <bos> before every text must not put it into the middle."""
+    loaded = random_model()
+    tokenizer = copy.deepcopy(loaded.tokenizer)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", tokenizer.bos_token_id)]
+    )
+    session = Session({"a": LoadedModel("a", loaded.model, tokenizer, loaded.spec)}, [])
+    session.add("after anna ben near")
+    session.add("so first after anna")
+    text = "<bos> after anna ben near so first after anna"
+    assert session.token_ids == loaded.tokenizer(text).input_ids
 
 
 def test_a_conversation_with_itself_through_an_identity_map_loses_nothing(

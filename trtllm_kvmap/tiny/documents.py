@@ -1,11 +1,11 @@
 """The documents that the tiny family reads: who stands after whom in a ring, told between sentences
 about nothing.
 
-A document states, in shuffled order, the neighbours of one ring of names (``after anna ben .``),
-says some of them again (``again after anna ben .``, so that late tokens depend on early ones), and
-fills the rest with sentences that carry no fact. A question walks the ring one to three steps: ``so
-second after anna`` is answered by the name two steps on. Each step takes about one more layer,
-which is what separates a small reader from a large one.
+A document states, in shuffled order, the neighbours of one ring of names (``after anna ben``),
+says some of them again (``again after anna ben``, so that late tokens depend on early ones), and
+fills the rest with sentences that carry no fact. A question walks the ring one step or two: ``so
+second after anna`` is answered by the name two steps on. The second step needs another look at
+the document, which is what separates a large reader from a small one.
 """
 
 from __future__ import annotations
@@ -75,8 +75,9 @@ NOUNS = [
     "stone",
 ]
 VERBS = ["stood", "slept", "waited", "turned", "shone", "faded", "rested", "moved"]
-GLUE = ["<pad>", "<bos>", ".", "after", "again", "so", "first", "second", "third", "the", "near"]
-STEP_WORDS = ("first", "second", "third")
+GLUE = ["<pad>", "<bos>", "after", "again", "so", "first", "second", "near"]
+FACT_TOKENS, FILLER_TOKENS = 3, 6
+STEP_WORDS = ("first", "second")
 VOCABULARY = GLUE + NAMES + ADJECTIVES + NOUNS + VERBS
 TOKEN_ID = {word: index for index, word in enumerate(VOCABULARY)}
 
@@ -107,36 +108,37 @@ def stem_words(name: str, steps: int) -> list[str]:
 
 
 def filler_words(rng: np.random.Generator) -> list[str]:
-    adjective, verb = ADJECTIVES[rng.integers(len(ADJECTIVES))], VERBS[rng.integers(len(VERBS))]
-    noun, place = NOUNS[rng.integers(len(NOUNS))], NOUNS[rng.integers(len(NOUNS))]
-    return ["the", adjective, noun, verb, "near", "the", place, "."]
+    adjectives = [ADJECTIVES[i] for i in rng.integers(len(ADJECTIVES), size=2)]
+    nouns = [NOUNS[i] for i in rng.integers(len(NOUNS), size=2)]
+    verb = VERBS[rng.integers(len(VERBS))]
+    return [adjectives[0], nouns[0], verb, "near", adjectives[1], nouns[1]]
 
 
-def body_words(
+def sentences(
     rng: np.random.Generator, cycle: list[str], tokens: int, again_share: float = 0.15
-) -> list[str]:
+) -> list[list[str]]:
     """At most ``tokens`` words: every fact of ``cycle`` once, repetitions and fillers between."""
     successor = dict(zip(cycle, cycle[1:] + cycle[:1], strict=True))
-    spare = tokens - 4 * len(cycle)
+    spare = tokens - FACT_TOKENS * len(cycle)
     extras: list[str | None] = []  # "again" or a filler; which fact is repeated is chosen in place
-    while spare >= 8:
+    while spare >= FILLER_TOKENS:
         again = rng.random() < again_share
         extras.append("again" if again else None)
-        spare -= 5 if again else 8
+        spare -= FACT_TOKENS + 1 if again else FILLER_TOKENS
     order = [*rng.permutation(cycle), *extras]
     rng.shuffle(order)
-    words: list[str] = []
     told: list[str] = []
+    written: list[list[str]] = []
     for item in order:
         if item in successor:
             told.append(item)
-            words += ["after", item, successor[item], "."]
+            written.append(["after", item, successor[item]])
         elif item == "again" and told:
             name = told[rng.integers(len(told))]
-            words += ["again", "after", name, successor[name], "."]
-        else:
-            words += filler_words(rng)
-    return words[:tokens]
+            written.append(["again", "after", name, successor[name]])
+        elif item != "again":
+            written.append(filler_words(rng))
+    return written
 
 
 def make_document(
@@ -147,10 +149,13 @@ def make_document(
     """
     if not num_choices <= facts <= len(NAMES):
         raise InputError(f"facts must be between {num_choices} and {len(NAMES)}, got {facts}.")
-    if tokens < 1 + 4 * facts:
-        raise InputError(f"{facts} facts need at least {1 + 4 * facts} tokens, got {tokens}.")
+    if tokens < 1 + FACT_TOKENS * facts:
+        raise InputError(
+            f"{facts} facts need at least {1 + FACT_TOKENS * facts} tokens, got {tokens}."
+        )
     cycle = [str(name) for name in rng.permutation(NAMES)[:facts]]
-    words = ["<bos>", *body_words(rng, cycle, tokens - 1)]
+    written = sentences(rng, cycle, tokens - 1)
+    words = ["<bos>", *(word for sentence in written for word in sentence)]
     asked = []
     for index in range(questions):
         steps, start = 1 + index % len(STEP_WORDS), int(rng.integers(facts))
