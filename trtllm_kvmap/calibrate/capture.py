@@ -47,7 +47,7 @@ def capture_kv(loaded: LoadedModel, token_ids: torch.Tensor) -> CapturedKv:
 def sink_entry(loaded: LoadedModel, token_ids: list[int]) -> SinkEntry:
     """The target's own KV of a token prefix as its cache holds it, float32."""
     keys, values = _cached(loaded, torch.tensor(token_ids))
-    return SinkEntry(tuple(token_ids), keys.float(), values.float())
+    return SinkEntry(tuple(token_ids), keys.float().cpu(), values.float().cpu())
 
 
 @torch.no_grad()
@@ -67,7 +67,7 @@ def token_table(loaded: LoadedModel) -> TokenTable:
             x = reached.keys.float()
             keys.append(remove_rope(x, positions, loaded.spec.rope, loaded.rope_length(1))[:, :, 0])
             values.append(reached.values.float()[:, :, 0])
-    table = TokenTable(torch.cat(keys).contiguous(), torch.cat(values).contiguous())
+    table = TokenTable(torch.cat(keys).cpu(), torch.cat(values).cpu())
     _require_finite(loaded, table)
     return table
 
