@@ -49,7 +49,10 @@ def test_a_folder_is_its_files_in_the_order_of_names(tmp_path: Path, loaded: Loa
     (tmp_path / "b.txt").write_text("anna ben carl")
     (tmp_path / "a.jsonl").write_text('{"token_ids": [1, 2]}\n{"token_ids": [3, 4]}')
     (tmp_path / "inner").mkdir()
-    assert read(tmp_path, loaded) == [[1, 2], [3, 4], ids("anna ben carl")]
+    for number in (17, 12, 19, 14, 11, 18, 13, 16, 15):
+        (tmp_path / f"c{number}.jsonl").write_text(f'{{"token_ids": [{number}, 5]}}')
+    others = [[number, 5] for number in range(11, 20)]
+    assert read(tmp_path, loaded) == [[1, 2], [3, 4], ids("anna ben carl"), *others]
 
 
 def test_long_documents_become_windows(tmp_path: Path, loaded: LoadedModel) -> None:
