@@ -165,6 +165,8 @@ def _reads(
             return [(tuple(heads), tuple(s for s in every if s.layer in layers))]
         case "pooled-all":
             return [(tuple(heads), every)]
+        case "pooled-mixed":
+            return [(tuple(heads), both[layer % 2 :])]  # two lists, each read by both fields
         case "pooled-own":
             return [(tuple(heads), (*own, *every))]
         case "slice-mixed":

@@ -157,6 +157,12 @@ PAGES = [
         source={"storage": "dense"},
         target={"layers": 2, "storage": "dense", "skipped": (511, 512, 513)},
     ),
+    _with(  # in the target, offset 19 of one block is followed by offset 20 of the next
+        "a-blocks-length-skipped",
+        num_tokens=200,
+        source={"storage": "dense"},
+        target={"layers": 2, "tokens_per_block": 64, "skipped": tuple(range(20, 84))},
+    ),
     _with(
         "long-runs-of-64",
         num_tokens=200,
@@ -190,6 +196,7 @@ SCOPES = [
     _with("pooled-all-layers", scope="pooled-all"),
     _with("head", scope="head", target={"heads": 2}),
     _with("slice-keys-and-values", scope="slice-mixed"),
+    _with("pooled-keys-and-values", scope="pooled-mixed"),
     _with("slice-with-own-layer-0", scope="slice-own"),
     _with("pooled-with-own-layer-0", scope="pooled-own"),
     _with("own-layer-0-and-skips", scope="slice-own", source={"skipped": (0, 3)}),
