@@ -125,7 +125,6 @@ class KvBridge:
                 self.target,
                 prompt.token_ids[:, plan.repaired.start :],
                 cache,
-                positions=prompt.positions[:, plan.repaired.start :],
                 attention_mask=prompt.mask if prompt.padded else None,
                 logits_to_keep=1,
             ).logits[:, -1]
