@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 from random_models import write_model
@@ -13,6 +14,11 @@ from random_models import write_model
 from trtllm_kvmap.models import LoadedModel, load_model
 
 torch.set_num_threads(1)
+# Examples have no time limit: a busy machine is no failure.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
+# Needs a model from a package registry: collected only when it is named, as its own lane does.
+collect_ignore = ["real"]
 
 
 @pytest.fixture(scope="session")
