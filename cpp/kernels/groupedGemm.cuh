@@ -70,9 +70,17 @@ __device__ __forceinline__ WorkItem workItem(GemmArgs const& args, int32_t index
     return item;
 }
 
-//! The workspace row chunk that holds inputs 8 chunk .. 8 chunk + 7 of one token row; null beyond the last input.
+//! Inputs 8 chunk .. 8 chunk + 7 of one token row of the workspace, and how far apart rows lie there.
 template <typename T>
-__device__ __forceinline__ T const* inputChunk(GemmArgs const& args, MapGroup const& group, int32_t chunk, int32_t row)
+struct InputChunk
+{
+    T const* first; // null beyond the last input
+    int32_t pitch;
+};
+
+template <typename T>
+__device__ __forceinline__ InputChunk<T> inputChunk(
+    GemmArgs const& args, MapGroup const& group, int32_t chunk, int32_t row)
 {
     int32_t const sourceChunks = group.numSourceSlices * (args.sourceWidth / kVector);
     bool const own = chunk >= sourceChunks;
@@ -81,12 +89,13 @@ __device__ __forceinline__ T const* inputChunk(GemmArgs const& args, MapGroup co
     int32_t const ordinal = within / (width / kVector);
     if (own && ordinal >= group.numOwnSlices)
     {
-        return nullptr;
+        return {nullptr, width};
     }
     int32_t const place = args.sliceLists[group.sliceList + (own ? group.numSourceSlices : 0) + ordinal];
     int64_t const slice = own ? place - args.numSourceSlices : place;
     T const* const base = static_cast<T const*>(own ? args.own : args.source);
-    return base + (slice * args.chunkTokens + row) * width + (within - ordinal * (width / kVector)) * kVector;
+    int32_t const inSlice = (within - ordinal * (width / kVector)) * kVector;
+    return {base + (slice * args.chunkTokens + row) * width + inSlice, width};
 }
 
 //! Start the copies of K-block \p block into ring stage \p stage.
@@ -99,17 +108,15 @@ __device__ __forceinline__ void loadStage(GemmArgs const& args, WorkItem const& 
     int32_t const thread = static_cast<int32_t>(threadIdx.x);
     int32_t const chunk = thread % kChunks;
     int32_t const row = thread / kChunks;
-    T const* x = inputChunk<T>(args, item.group, block * kChunks + chunk, item.firstRow + row);
-    int32_t const width
-        = (block * kChunks + chunk) * kVector < item.group.numSourceSlices * args.sourceWidth ? args.sourceWidth
-                                                                                             : args.ownWidth;
+    InputChunk<T> const x = inputChunk<T>(args, item.group, block * kChunks + chunk, item.firstRow + row);
     uint32_t const place = stage + row * Shape::kRowBytes + ((chunk ^ (row & 7)) << 4);
 #pragma unroll
     for (int i = 0; i < Shape::kRows / kRowsAtOnce; ++i)
     {
         // kRowsAtOnce is a multiple of 8, so the swizzle of the rows below is the same.
-        T const* const from = x ? x + static_cast<int64_t>(i) * kRowsAtOnce * width : static_cast<T const*>(args.source);
-        cpAsync16(place + i * kRowsAtOnce * Shape::kRowBytes, from, x != nullptr);
+        T const* const from = x.first ? x.first + static_cast<int64_t>(i) * kRowsAtOnce * x.pitch
+                                      : static_cast<T const*>(args.source); // not read
+        cpAsync16(place + i * kRowsAtOnce * Shape::kRowBytes, from, x.first != nullptr);
     }
     uint32_t const weightStage = stage + Shape::kRows * Shape::kRowBytes;
     int32_t const columns = item.group.numHeads * args.headDim;

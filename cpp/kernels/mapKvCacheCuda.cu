@@ -3,6 +3,7 @@
 #include "kernels/copyHeads.cuh"
 #include "kernels/groupedGemm.cuh"
 #include "kernels/launchKernel.cuh"
+#include "kernels/mapKvCacheHopper.h"
 #include "kernels/multiprocessors.cuh"
 #include "kernels/plainGemm.cuh"
 #include "kernels/resolveTokens.cuh"
@@ -179,6 +180,10 @@ private:
             return nullptr;
         }
         GemmArgs const args = gemmArgs();
+        if (mLayout.variant == Variant::kHOPPER)
+        {
+            return multiplyHopper(mMap, args, mStream);
+        }
         switch (mMap.computeType)
         {
         case DType::kFLOAT32:
@@ -269,6 +274,13 @@ Status mapKvCache(MapParams const& params, Stream stream)
     if (!isOk(status) || params.span.numTokens == 0)
     {
         return status;
+    }
+    if (params.variant == Variant::kHOPPER)
+    {
+        if (char const* const refusal = kernels::hopperRefusal(params.map))
+        {
+            return makeStatus(StatusCode::kUNSUPPORTED, "This call cannot be made: %s.", refusal);
+        }
     }
     char const* const error = Call(params, stream).run();
     return error ? makeStatus(StatusCode::kCUDA_ERROR, "A launch failed: %s.", error) : okStatus();

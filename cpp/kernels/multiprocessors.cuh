@@ -1,4 +1,4 @@
-// How many multiprocessors a persistent grid has to fill.
+// What kernels must know of the device: how many multiprocessors a persistent grid has to fill, and which code it runs.
 #pragma once
 
 #include "kernels/ptxPrimitives.cuh"
@@ -17,6 +17,22 @@ inline int32_t multiprocessorCount()
     bool const asked = cudaGetDevice(&device) == cudaSuccess
         && cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) == cudaSuccess;
     return asked ? count : 0;
+#endif
+}
+
+//! Whether the current device runs sm_90a code. The emulator does.
+inline bool isHopper()
+{
+#if defined(TRTLLM_KVMAP_EMULATE)
+    return true;
+#else
+    int device = 0;
+    int major = 0;
+    int minor = 0;
+    return cudaGetDevice(&device) == cudaSuccess
+        && cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess
+        && cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess && major == 9
+        && minor == 0;
 #endif
 }
 

@@ -228,6 +228,19 @@ Tables makeTables(MapSpec const& spec)
     return tables;
 }
 
+// Slices and copies are the second dimension of a grid.
+Status checkTables(Tables const& tables)
+{
+    constexpr size_t kMaxGridRows = 65535;
+    if (tables.slices.size() > kMaxGridRows || tables.copies.size() > kMaxGridRows)
+    {
+        return makeStatus(StatusCode::kINVALID_ARGUMENT,
+            "The map reads %zu slices and copies %zu heads; at most %zu of each are possible.", tables.slices.size(),
+            tables.copies.size(), kMaxGridRows);
+    }
+    return okStatus();
+}
+
 PackedMap layOut(MapSpec const& spec, Tables const& tables)
 {
     PackedMap map{};
@@ -331,7 +344,9 @@ Status packedMapSize(MapSpec const& spec, size_t* bytes)
     }
     try
     {
-        *bytes = static_cast<size_t>(layOut(spec, makeTables(spec)).bytes);
+        Tables const tables = makeTables(spec);
+        *bytes = static_cast<size_t>(layOut(spec, tables).bytes);
+        return checkTables(tables);
     }
     catch (std::bad_alloc const&)
     {
@@ -350,6 +365,11 @@ Status packMap(MapSpec const& spec, void* blob, size_t bytes, PackedMap* map)
     try
     {
         Tables const tables = makeTables(spec);
+        Status const sized = checkTables(tables);
+        if (!isOk(sized))
+        {
+            return sized;
+        }
         PackedMap packed = layOut(spec, tables);
         if (!map || !blob || bytes < static_cast<size_t>(packed.bytes))
         {

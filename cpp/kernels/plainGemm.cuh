@@ -42,7 +42,8 @@ __global__ void __launch_bounds__(kGemmThreads) plainGemm(__grid_constant__ Gemm
                 int32_t const row = i / (kBlockInputs / kVector);
                 int32_t const chunk = i % (kBlockInputs / kVector);
                 float const* const x = inputChunk<float>(
-                    args, item.group, block * (kBlockInputs / kVector) + chunk, item.firstRow + row);
+                    args, item.group, block * (kBlockInputs / kVector) + chunk, item.firstRow + row)
+                                           .first;
                 for (int e = 0; e < kVector; ++e)
                 {
                     inputs[row * Shape::kInputPitch + chunk * kVector + e] = x ? x[e] : 0.0f;

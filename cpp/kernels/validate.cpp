@@ -83,10 +83,10 @@ Status checkPool(char const* what, PoolView const& pool, ModelShape const& shape
 Status checkSpan(MapParams const& params)
 {
     Span const& span = params.span;
-    if (span.numTokens < 0 || params.chunkTokens < 0)
+    if (span.numTokens < 0 || params.chunkTokens < 0 || params.chunkTokens > kMaxChunkTokens)
     {
-        return refuse("The span has %lld tokens in chunks of %d; neither may be negative.",
-            static_cast<long long>(span.numTokens), params.chunkTokens);
+        return refuse("The span has %lld tokens in chunks of %d; neither may be negative, nor a chunk above %d.",
+            static_cast<long long>(span.numTokens), params.chunkTokens, kMaxChunkTokens);
     }
     if (span.indexType != IndexType::kINT32 && span.indexType != IndexType::kINT64)
     {
@@ -176,10 +176,10 @@ size_t workspaceSize(PackedMap const& map, int64_t numTokens, int32_t chunkToken
 
 Status validate(MapParams const& params)
 {
-    if (params.variant < Variant::kAUTO || params.variant > Variant::kSMALL_T)
+    if (params.variant < Variant::kAUTO || params.variant > Variant::kHOPPER)
     {
         return refuse("Variant %d is not known; use 0 to %d.", static_cast<int32_t>(params.variant),
-            static_cast<int32_t>(Variant::kSMALL_T));
+            static_cast<int32_t>(Variant::kHOPPER));
     }
     Status const status = checkCall(params);
     return isOk(status) ? checkWorkspace(params) : status;

@@ -12,6 +12,8 @@ constexpr int32_t kWideTileRows = 256;
 constexpr int32_t kNarrowTileRows = 128;
 constexpr int32_t kSmallTileRows = 64;
 constexpr int64_t kWorkspaceAlignment = 256;
+// Longer chunks gain nothing, and with these every count of tiles fits into 32 bits.
+constexpr int32_t kMaxChunkTokens = 1 << 16;
 // Tiles that keep a large GPU busy for about two waves of two blocks a multiprocessor. A constant, not a question to
 // the device: the order of a split sum must not depend on where it runs.
 constexpr int32_t kBusyTiles = 512;
@@ -46,7 +48,7 @@ inline Variant chooseVariant(PackedMap const& map, int64_t numTokens, Variant wa
 {
     if (map.computeType == DType::kFLOAT32)
     {
-        return Variant::kNARROW; // the one plain kernel for float32
+        return Variant::kNARROW; // the one plain kernel for float32, whatever is wanted
     }
     if (wanted != Variant::kAUTO)
     {

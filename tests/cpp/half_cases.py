@@ -26,6 +26,15 @@ def with_dtype(case: Case, dtype: str) -> Case:
     return replace(case, source=side(case.source), target=side(case.target))
 
 
+def with_heads_of_64(case: Case) -> Case:
+    """The case with source heads of 64 channels where they have 32, as much of them rotated."""
+    given = case.source
+    if given.head_dim != 32 or given.rope.kind == "longrope":
+        return case
+    rope = replace(given.rope, rotary_dim=2 * given.rope.rotary_dim)
+    return replace(case, source=replace(given, head_dim=64, rope=rope))
+
+
 def build_rounded(case: Case, dtype: torch.dtype) -> Built:
     """The case's tensors, with a map whose weights ``dtype`` holds exactly."""
     built = build(case)
@@ -95,4 +104,13 @@ def raw(memory: torch.Tensor) -> torch.Tensor:
     return memory.view(torch.uint8).view(memory.numel(), -1).clone()
 
 
-__all__ = ["build", "build_rounded", "compare", "expect", "raw", "with_dtype", "workspace_error"]
+__all__ = [
+    "build",
+    "build_rounded",
+    "compare",
+    "expect",
+    "raw",
+    "with_dtype",
+    "with_heads_of_64",
+    "workspace_error",
+]

@@ -6,7 +6,7 @@ import ctypes as c
 
 MAX_LAYERS = 128
 FLOAT32, FLOAT16, BFLOAT16, FLOAT8 = range(4)
-AUTO, WIDE, NARROW, SMALL_T = range(4)
+AUTO, WIDE, NARROW, SMALL_T, HOPPER = range(5)
 
 
 class Status(c.Structure):

@@ -18,11 +18,12 @@ from half_cases import (
     expect,
     raw,
     with_dtype,
+    with_heads_of_64,
     workspace_error,
 )
 from native_build import cuda_include
 from native_kernels import POISON, aligned, call, emulated, pack, prepare
-from native_structs import AUTO, BFLOAT16, FLOAT8, FLOAT16, FLOAT32, NARROW, SMALL_T, WIDE
+from native_structs import AUTO, BFLOAT16, FLOAT8, FLOAT16, FLOAT32, HOPPER, NARROW, SMALL_T, WIDE
 
 # half_cases puts the conformance folder on the path.
 from cases import BASE, CASES, DTYPES, GEOMETRIES, SCOPES, SOURCE, TARGET, Case  # isort: skip
@@ -116,6 +117,18 @@ def test_kernels_bfloat16(library: c.CDLL, variant: str, case: Case) -> None:
     check(library, with_dtype(case, "bfloat16"), BFLOAT16, variant=VARIANTS[variant])
 
 
+HEADS_OF_64 = tuple(
+    case
+    for case in map(with_heads_of_64, (*SHORT, LONG_K, TWO_TILES))
+    if case.source.head_dim == 64
+)
+
+
+@by_id(HEADS_OF_64)
+def test_kernels_hopper(library: c.CDLL, case: Case) -> None:
+    check(library, with_dtype(case, "bfloat16"), BFLOAT16, variant=HOPPER)
+
+
 @by_id([*GEOMETRIES, *SCOPES])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_kernels_float16(library: c.CDLL, variant: str, case: Case) -> None:
@@ -137,14 +150,17 @@ def test_kernels_ring_and_splits(library: c.CDLL, variant: str, case: Case) -> N
 # ---- what must not matter ----
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_kernels_give_the_same_bytes_in_any_order(library: c.CDLL, variant: str) -> None:
+@pytest.mark.parametrize("variant", [*VARIANTS.values(), HOPPER])
+@by_id([LONG_K, TWO_TILES])
+def test_kernels_give_the_same_bytes_in_any_order(
+    library: c.CDLL, variant: int, case: Case
+) -> None:
     """Threads in any order, copies at any moment: a race would show as another byte."""
-    case = with_dtype(LONG_K, "bfloat16")
+    case = with_dtype(with_heads_of_64(case), "bfloat16")
     results = []
     for order, copies, seed in ((0, 0, 1), (0, 0, 2), (1, 1, 1), (2, 2, 1), (2, 0, 3)):
         library.kernelOptions(order, copies, 0, c.c_uint64(seed))
-        results.append(check(library, case, BFLOAT16, variant=VARIANTS[variant]))
+        results.append(check(library, case, BFLOAT16, variant=variant))
     assert all(torch.equal(result, results[0]) for result in results)
 
 

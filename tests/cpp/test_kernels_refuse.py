@@ -12,7 +12,7 @@ import torch
 from half_cases import build_rounded, raw, with_dtype
 from native_build import cuda_include
 from native_kernels import RefusedError, call, emulated, map_spec, pack, prepare, require
-from native_structs import BFLOAT16, MapParams, MapSpec, Status
+from native_structs import BFLOAT16, FLOAT16, HOPPER, MapParams, MapSpec, Status
 
 from cases import SCOPES  # isort: skip
 
@@ -63,6 +63,7 @@ BAD = {
     "odd address": (change("source.layers[0][0]", 4097), "aligned to 2"),
     "tokens": (change("span.num_tokens", -1), "-1 tokens"),
     "chunk": (change("chunk_tokens", -5), "chunks of -5"),
+    "long chunk": (change("chunk_tokens", 65537), "above 65536"),
     "index type": (change("span.index_type", 2), "index type is 2"),
     "no source slots": (change("span.source_slots", None), "source slots"),
     "no target slots": (change("span.target_slots", None), "target slots"),
@@ -106,6 +107,28 @@ def test_kernels_refuse_a_workspace_one_byte_short(library: c.CDLL) -> None:
     prepared.params.workspace_bytes = needed - 1
     with pytest.raises(RefusedError, match=f"has {needed - 1} bytes.*needs {needed}"):
         call(library, "kernelMap", prepared)
+
+
+@pytest.mark.parametrize(
+    ("compute_type", "words"), [(FLOAT16, "pack the map in it"), (BFLOAT16, "multiples of 64")]
+)
+def test_kernels_refuse_what_the_hopper_kernel_cannot(
+    library: c.CDLL, compute_type: int, words: str
+) -> None:
+    built = build_rounded(CASE, torch.bfloat16)
+    before = raw(built.target_memory)
+    prepared = prepare(
+        library,
+        built.kvmap,
+        built.source,
+        built.target,
+        built.span,
+        compute_type=compute_type,
+        variant=HOPPER,
+    )
+    with pytest.raises(RefusedError, match=words):
+        call(library, "kernelMap", prepared)
+    assert torch.equal(raw(built.target_memory), before)
 
 
 def test_kernels_accept_an_empty_span_without_anything(library: c.CDLL) -> None:

@@ -87,24 +87,33 @@ class Compiled:
             ["nvdisasm", "-c", str(self.cubin)], capture_output=True, text=True, check=True
         )
         sections = re.split(r"^\.text\.(\S+):$", done.stdout, flags=re.MULTILINE)[1:]
-        pattern = r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_.]*)"
+        pattern = r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]*)"
         return {
             name: re.findall(pattern, body)
             for name, body in zip(sections[::2], sections[1::2], strict=True)
         }
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
-def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+def compiled_for(arch: str, source: str, folder: Path) -> Compiled:
     if shutil.which("nvcc") is None:
         pytest.skip("needs nvcc on PATH")
-    arch, cubin = request.param, tmp_path_factory.mktemp("cubin") / "kernels.cubin"
+    cubin = folder / "kernels.cubin"
     command = ["nvcc", "-std=c++17", "-O3", f"-gencode=arch=compute_{arch},code=sm_{arch}"]
     command += [f"-I{ROOT / 'cpp'}", f"-I{ROOT / 'cpp' / 'include'}", "-Xptxas=-v", "-cubin"]
-    command += [str(ROOT / "cpp" / "kernels" / "mapKvCacheCuda.cu"), "-o", str(cubin)]
+    command += [str(ROOT / "cpp" / "kernels" / source), "-o", str(cubin)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return Compiled(cubin, done.stderr)
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+    return compiled_for(request.param, "mapKvCacheCuda.cu", tmp_path_factory.mktemp("cubin"))
+
+
+@pytest.fixture(scope="module")
+def hopper(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+    return compiled_for("90a", "mapKvCacheHopper.cu", tmp_path_factory.mktemp("cubin"))
 
 
 @needs_nvcc
@@ -144,3 +153,22 @@ def test_kernels_move_16_bytes_at_a_time(compiled: Compiled) -> None:
             assert reads >= 2, name
         if any(kernel in name for kernel in ("stripRopeILi8E", "copyHeads", "Gemm", "finishSpl")):
             assert writes >= 2, name
+
+
+@needs_nvcc
+def test_kernels_hopper_spills_nothing(hopper: Compiled) -> None:
+    usage = hopper.usage()
+    assert len(usage) == 1
+    for name, (stack, spilled, registers) in usage.items():
+        assert stack == spilled == 0, f"{name}: {stack} bytes of stack, {spilled} spilled"
+        assert registers <= 224, "288 threads of a block share 65,536 registers"
+    assert "warning" not in hopper.report, "ptxas waits for each wgmma when it cannot pipeline them"
+
+
+@needs_nvcc
+@needs_nvdisasm
+def test_kernels_hopper_instructions_are_those_of_the_design(hopper: Compiled) -> None:
+    (opcodes,) = hopper.instructions().values()
+    assert not [o for o in opcodes if o.startswith(("LDL", "STL", "HMMA"))]
+    assert sum(o.startswith("HGMMA.64x128x16.F32.BF16") for o in opcodes) == 4 * 2
+    assert sum(o.startswith("UTMALDG.2D") for o in opcodes) == 3

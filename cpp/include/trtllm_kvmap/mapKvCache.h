@@ -53,6 +53,7 @@ enum class Variant : int32_t
     kWIDE = 1,    // tiles of 256 tokens x 128 columns: pooled maps, heads of 128
     kNARROW = 2,  // 128 x 64: heads of 64 and less, or a hundred tokens
     kSMALL_T = 3, // 64 x 128, weights streamed once, split along K: a handful of tokens
+    kHOPPER = 4,  // 256 x 128 by wgmma and TMA: bf16, head sizes of whole 64, sm_90a. Only on request, see docs/kernels.md
 };
 
 enum class StatusCode : int32_t
