@@ -55,7 +55,7 @@ class Shape:
 
 
 FAMILY = {
-    "tiny-s": Shape(3, 64, 4, 2, 32, 192, seed=11, steps=3500, leader=1),
+    "tiny-s": Shape(3, 96, 4, 2, 32, 192, seed=11, steps=2600, leader=1),
     "tiny-m": Shape(5, 128, 4, 2, 32, 256, seed=22, steps=2800, leader=2),
     "tiny-x": Shape(5, 128, 3, 1, 64, 256, seed=33, steps=2800, leader=2),
 }

@@ -26,15 +26,17 @@ from trtllm_kvmap.fit.grid import FitGrid
 from trtllm_kvmap.models import LoadedModel, load_model
 from trtllm_kvmap.spec.plan import plan_handoff
 from trtllm_kvmap.tiny import PAIRS, model_folder
-from trtllm_kvmap.tiny.documents import make_document
+from trtllm_kvmap.tiny.documents import FACT_TOKENS, make_document
 
 # Documents of one seed are never those of another: fit, choice and report see different ones.
 CALIBRATION_SEED, SELECTION_SEED, REPORT_SEED = 1, 2, 3
-CALIBRATION_DOCUMENTS = 200
+CALIBRATION_DOCUMENTS, SELECTION_ITEMS, REPORT_ITEMS = 400, 24, 60
+RIDGES = (1e-5, 1e-3)
 GRIDS = (
     FitGrid(scope=("copy",)),
-    FitGrid(scope=("head", "pooled"), k=(2, 3), ridge=(1e-4, 1e-2)),
-    FitGrid(scope=("slice",), n=(3, 6, 8), ridge=(1e-4, 1e-2)),
+    FitGrid(scope=("head", "pooled"), k=(1, 2, 3), ridge=RIDGES),
+    FitGrid(scope=("slice",), n=(1, 2, 3, 4, 8), ridge=RIDGES),
+    FitGrid(scope=("slice",), n=(4, 8, 12), ridge=RIDGES, fields="both"),
 )
 JUDGED = EvaluationConfig(first_tokens=4, repair_window=32)
 Progress = Callable[[str, int, int], None]
@@ -78,7 +80,7 @@ def run_pair(source_name: str, target_name: str, out: Path, on_progress: Progres
         source,
         target,
         calibration_documents(target),
-        CalibrationConfig(),
+        CalibrationConfig(joint=True),
         folder / f"{pair}.moments.safetensors",
         on_document=stage("calibrate"),
     )
@@ -87,11 +89,11 @@ def run_pair(source_name: str, target_name: str, out: Path, on_progress: Progres
         [candidate for grid in GRIDS for candidate in grid.candidates()],
         source,
         target,
-        tiny_items(target, 24, SELECTION_SEED),
+        tiny_items(target, SELECTION_ITEMS, SELECTION_SEED),
         JUDGED,
         on_candidate=stage("choose"),
     )
-    items = tiny_items(target, 60, REPORT_SEED)
+    items = tiny_items(target, REPORT_ITEMS, REPORT_SEED)
     report = evaluate(chosen, source, target, items, JUDGED, on_item=stage("evaluate"))
     proven = chosen.with_evidence(evidence(report))
     map_file = folder / f"{pair}.kvmap.safetensors"
@@ -103,13 +105,18 @@ def run_pair(source_name: str, target_name: str, out: Path, on_progress: Progres
 
 
 def calibration_documents(loaded: LoadedModel) -> list[list[int]]:
-    """Token ids of documents of 256 to 1,024 tokens, with questions and answers after the text."""
+    """Token ids of short documents that are mostly facts.
+
+    A plain ridge weighs every token alike. In the long documents of the report nine tokens of ten
+    carry no fact, and a map fitted on those recovers half as much of the gap.
+    """
     rng = np.random.default_rng(CALIBRATION_SEED)
-    texts = []
+    documents = []
     for _ in range(CALIBRATION_DOCUMENTS):
-        tokens, facts = int(rng.integers(256, 1025)), int(rng.integers(8, 25))
-        texts.append(make_document(rng, tokens, facts, 0).text)
-    return [loaded.tokenise(text) for text in texts]
+        facts = int(rng.integers(8, 31))
+        tokens = 2 + FACT_TOKENS * facts + int(rng.integers(0, FACT_TOKENS * facts))
+        documents.append(loaded.tokenise(make_document(rng, tokens, facts, 0).text))
+    return documents
 
 
 def tiny_items(loaded: LoadedModel, count: int, seed: int) -> list[Item]:
