@@ -50,8 +50,8 @@ def _from_table(
     if not known or len(known) < len(entries):
         return None
     count = min(len(entry.token_ids) for entry in known)
-    rope = target.spec.rope
-    if rope.regime(sequence_length) != rope.regime(count):
+    rope, length = target.spec.rope, target.rope_length(sequence_length)
+    if rope.regime(length) != rope.regime(count):
         count = 1  # the table was rotated for a short sequence; position 0 is never turned
     cache = make_cache(
         target.spec, count, batch=len(known), dtype=target.model.dtype, device=target.device
@@ -63,5 +63,5 @@ def _from_table(
         for field in ("keys", "values")
     )
     put_span(cache, 0, KvPool(keys, values))
-    record_pass(cache, Pass(0, count, target.rope_length(sequence_length)))
+    record_pass(cache, Pass(0, count, length))
     return cache, count
