@@ -79,9 +79,8 @@ def _table(
     rope: RopeParams, regime: int, size: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     table = rope_table(rope, size, regime)
-    with torch.inference_mode(False):  # a kept table must serve later callers in any mode
-        cos, sin = (torch.from_numpy(part * table.scale) for part in (table.cos, table.sin))
-        return cos.to(device, dtype), sin.to(device, dtype)
+    cos, sin = (torch.from_numpy(part * table.scale) for part in (table.cos, table.sin))
+    return cos.to(device, dtype), sin.to(device, dtype)
 
 
 def _require_wide(x: torch.Tensor) -> None:

@@ -84,15 +84,6 @@ def test_positions_may_come_in_any_order_and_grow() -> None:
     assert apply_rope(x[:0], torch.empty(0, dtype=torch.int64), rope).shape == (0, HEAD_DIM)
 
 
-def test_a_table_first_made_in_inference_mode_serves_training() -> None:
-    rope, positions = RopeParams(theta=1234.5, rotary_dim=8), torch.arange(3)
-    with torch.inference_mode():
-        apply_rope(torch.ones(3, HEAD_DIM), positions, rope)
-    x = torch.ones(3, HEAD_DIM, requires_grad=True)
-    apply_rope(x, positions, rope).square().sum().backward()
-    torch.testing.assert_close(x.grad, torch.full((3, HEAD_DIM), 2.0))
-
-
 def test_half_precision_keys_are_refused() -> None:
     for turn in (apply_rope, remove_rope):
         with pytest.raises(InputError, match="bfloat16; convert the keys"):
