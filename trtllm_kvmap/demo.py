@@ -26,7 +26,7 @@ from trtllm_kvmap.fit.grid import FitGrid
 from trtllm_kvmap.models import LoadedModel, load_model
 from trtllm_kvmap.spec.plan import plan_handoff
 from trtllm_kvmap.tiny import PAIRS, model_folder
-from trtllm_kvmap.tiny.documents import FACT_TOKENS, make_document
+from trtllm_kvmap.tiny.documents import FACT_TOKENS, FRAME_TOKENS, make_document
 
 # Documents of one seed are never those of another: fit, choice and report see different ones.
 CALIBRATION_SEED, SELECTION_SEED, REPORT_SEED = 1, 2, 3
@@ -114,7 +114,7 @@ def calibration_documents(loaded: LoadedModel) -> list[list[int]]:
     documents = []
     for _ in range(CALIBRATION_DOCUMENTS):
         facts = int(rng.integers(8, 31))
-        tokens = 2 + FACT_TOKENS * facts + int(rng.integers(0, FACT_TOKENS * facts))
+        tokens = FRAME_TOKENS + FACT_TOKENS * facts + int(rng.integers(0, FACT_TOKENS * facts))
         documents.append(loaded.tokenise(make_document(rng, tokens, facts, 0).text))
     return documents
 

@@ -93,6 +93,7 @@ def test_no_member_was_grown_from_another() -> None:
     one, other = (
         load_file(model_folder(n) / "model.safetensors")[name] for n in ("tiny-m", "tiny-x")
     )
+    one, other = one[1:], other[1:]  # <pad> never trains
     cosine = (one * other).sum(1) / (one.norm(dim=1) * other.norm(dim=1))
     assert abs(float(cosine.mean())) < 0.1
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.evaluate.items import Item, Question
-from trtllm_kvmap.tiny.documents import make_document
+from trtllm_kvmap.tiny.documents import FACT_TOKENS, FRAME_TOKENS, make_document
 
 Tokenizer = Any  # a transformers tokenizer; only its call is used
 SHORTEST_DOCUMENT, FACTS = 256, (8, 24)  # of the tiny family's documents
@@ -69,7 +69,7 @@ def tiny_items(config: TaskConfig, tokenizer: Tokenizer) -> list[Item]:
         rng = np.random.default_rng([config.seed, index])
         shortest = min(SHORTEST_DOCUMENT, config.context_tokens)
         tokens = int(rng.integers(shortest, config.context_tokens + 1))
-        most = min(FACTS[1], (tokens - 1) // 4)
+        most = min(FACTS[1], (tokens - FRAME_TOKENS) // FACT_TOKENS)
         facts = int(rng.integers(min(FACTS[0], most), most + 1))
         document = make_document(rng, tokens, facts, config.questions)
         questions = tuple(

@@ -77,6 +77,7 @@ NOUNS = [
 VERBS = ["stood", "slept", "waited", "turned", "shone", "faded", "rested", "moved"]
 GLUE = ["<pad>", "<bos>", "after", "again", "so", "first", "second", "near"]
 FACT_TOKENS, FILLER_TOKENS = 3, 6
+FRAME_TOKENS = 1 + 2 * FILLER_TOKENS  # of a whole document: <bos>, and how it opens and closes
 STEP_WORDS = ("first", "second")
 VOCABULARY = GLUE + NAMES + ADJECTIVES + NOUNS + VERBS
 TOKEN_ID = {word: index for index, word in enumerate(VOCABULARY)}
@@ -145,17 +146,18 @@ def make_document(
     rng: np.random.Generator, tokens: int, facts: int, questions: int, num_choices: int = 4
 ) -> Document:
     """One document of at most ``tokens`` tokens (one per word) about ``facts`` people, with its
-    questions.
+    questions. It opens and closes with a sentence that carries no fact, so that the first and the
+    last tokens, which a target may read itself, give nothing away.
     """
     if not num_choices <= facts <= len(NAMES):
         raise InputError(f"facts must be between {num_choices} and {len(NAMES)}, got {facts}.")
-    if tokens < 1 + FACT_TOKENS * facts:
-        raise InputError(
-            f"{facts} facts need at least {1 + FACT_TOKENS * facts} tokens, got {tokens}."
-        )
+    least = FRAME_TOKENS + FACT_TOKENS * facts
+    if tokens < least:
+        raise InputError(f"{facts} facts need at least {least} tokens, got {tokens}.")
     cycle = [str(name) for name in rng.permutation(NAMES)[:facts]]
-    written = sentences(rng, cycle, tokens - 1)
-    words = ["<bos>", *(word for sentence in written for word in sentence)]
+    body = sentences(rng, cycle, tokens - FRAME_TOKENS)
+    framed = [["<bos>"], filler_words(rng), *body, filler_words(rng)]
+    words = [word for sentence in framed for word in sentence]
     asked = []
     for index in range(questions):
         steps, start = 1 + index % len(STEP_WORDS), int(rng.integers(facts))
