@@ -1,0 +1,57 @@
+"""The README's Python runs, and its commands exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from trtllm_kvmap.calibrate.config import CalibrationConfig
+from trtllm_kvmap.calibrate.run import calibrate
+from trtllm_kvmap.cli import app
+from trtllm_kvmap.demo import calibration_documents
+from trtllm_kvmap.fit import FitConfig, fit
+from trtllm_kvmap.models import load_model
+from trtllm_kvmap.tiny import model_folder
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.fixture
+def where_the_demo_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the map that the README loads, as the demo leaves it."""
+    source, target = load_model(model_folder("tiny-s")), load_model(model_folder("tiny-m"))
+    documents = calibration_documents(target)[:40]
+    moments = calibrate(source, target, documents, CalibrationConfig(), tmp_path / "m")
+    kvmap = fit(moments, FitConfig(n=4)).with_evidence({"made for": "this test"})
+    kvmap.save(tmp_path / "kvmap-demo/tiny-s-to-tiny-m/tiny-s-to-tiny-m.kvmap.safetensors")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_python_blocks_run(where_the_demo_wrote: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = blocks("python")
+    exec(compile(block, "README.md", "exec"), {})
+    assert capsys.readouterr().out.split() == ["ben"]
+
+
+def test_commands_have_the_options_they_are_shown_with() -> None:
+    verbs = get_command(app).commands  # type: ignore[attr-defined]
+    shown = README.replace("\\\n", " ")
+    commands = re.findall(r"^trtllm-kvmap (\w+)(.*)$", shown, re.MULTILINE)
+    assert {name for name, _ in commands} >= {"doctor", "calibrate", "fit", "evaluate", "generate"}
+    for name, rest in commands:
+        known = {option for p in verbs[name].params for option in p.opts}
+        assert set(re.findall(r"--[a-z-]+", rest.split("#")[0])) <= known, name
+
+
+def test_linked_files_exist() -> None:
+    for link in re.findall(r"\]\((?!http)([^)#]+)\)", README):
+        assert (ROOT / link).exists(), link
