@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from trtllm_kvmap.mapper.native import native_library
 from trtllm_kvmap.models import ModelDescription
 from trtllm_kvmap.spec.model import ModelSpec
 
@@ -48,6 +49,7 @@ def examine_machine() -> list[Finding]:
             f"the hf lane runs.",
         ),
         _cuda(),
+        _native(),
         *(_part(*part) for part in PARTS),
         _triton(),
     ]
@@ -101,6 +103,13 @@ def _cuda() -> Finding:
         return Finding("CUDA", False, "torch sees no GPU")
     names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
     return Finding("CUDA", True, f"CUDA {torch.version.cuda}: {names}")
+
+
+def _native() -> Finding:
+    library = native_library()
+    if library is None:
+        return Finding("native kernels", False, "not built: python build_scripts/build_native.py")
+    return Finding("native kernels", True, str(library))
 
 
 def _part(name: str, module: str, distribution: str) -> Finding:
