@@ -29,9 +29,9 @@ Status checkMap(PackedMap const& map)
         return refuse("The packed map has version %d; this build reads %d. Pack the map again.", map.version,
             kPackedMapVersion);
     }
-    if (!map.blob || !isAligned(map.blob, 256))
+    if (!map.blob || !isAligned(map.blob, 64))
     {
-        return refuse("The packed map's buffer is at %p; an address aligned to 256 bytes is needed.", map.blob);
+        return refuse("The packed map's buffer is at %p; an address aligned to 64 bytes is needed.", map.blob);
     }
     return okStatus();
 }

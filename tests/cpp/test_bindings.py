@@ -152,7 +152,7 @@ REFUSALS: tuple[tuple[str, str, Callable[[Any], Any], str], ...] = (
     ("a layout of another version", "layout", lambda x: [x[0] + 1, *x[1:]], "Pack the map again"),
     ("a layout cut short", "layout", lambda x: x[:-1], "Pack the map again"),
     ("a packed map cut short", "packed_map", lambda x: x[:-1], "as pack_map made it"),
-    ("a packed map out of line", "packed_map", shifted, "aligned to 256"),
+    ("a packed map out of line", "packed_map", shifted, "aligned to 64"),
     ("a RoPE table of float64", "source_rope", lambda x: x.double(), "contiguous float32"),
     ("a RoPE table of another width", "target_rope", lambda x: x[..., :-1], "num_positions, 32"),
     ("two scales", "scales", lambda x: x[:2], "target key, target value"),

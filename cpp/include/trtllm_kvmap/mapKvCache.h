@@ -115,7 +115,7 @@ struct MapSpec
 };
 
 // A packed map: one buffer (docs/kernels.md draws it) and where its tables begin. packMap fills everything; a caller
-// that copies the buffer to a GPU sets `blob` to the copy's address, which must be aligned to 256 bytes.
+// that copies the buffer to a GPU sets `blob` to the copy's address, which must be aligned to 64 bytes.
 struct PackedMap
 {
     int32_t version;
