@@ -31,7 +31,6 @@ from trtllm_kvmap.spec.slices import FIELDS, Field, Slice
 
 FORMAT_VERSION = 1
 KIND = "kvmap"
-SCOPES = ("copy", "head", "pooled", "slice")
 
 
 @dataclass(frozen=True, slots=True)
