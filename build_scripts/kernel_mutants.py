@@ -410,7 +410,9 @@ def run_checks(library_path: Path) -> str:
     from cases import CASES
     from native_kernels import RefusedError, load
 
-    named = {case.id: case for case in (*CASES, t.LONG_K, t.TWO_TILES)}
+    named = {
+        case.id: case for case in (*CASES, t.LONG_K, t.TWO_TILES, t.HEADS_OF_128, t.COPY_PARTIAL)
+    }
     half: list[tuple[str, dict[str, int]]] = [
         ("slice-with-own-layer-0", {"variant": t.WIDE}),
         ("many-inputs", {"variant": t.WIDE}),
@@ -428,12 +430,14 @@ def run_checks(library_path: Path) -> str:
         ("odd-to-odd", {"variant": t.WIDE}),
         ("copies-and-slices", {"variant": t.NARROW}),
         ("copy-turned", {}),
+        ("copy-turned-partial", {}),
         ("copy-float8", {}),
         ("copy-float8-rescaled", {}),
         ("copies-of-other-fields", {}),
         ("slice-with-own-layer-0", {"variant": t.HOPPER}),
         ("many-inputs", {"variant": t.HOPPER}),
-        ("head-dim-64-to-128", {"variant": t.HOPPER}),
+        ("two-row-tiles", {"variant": t.HOPPER}),
+        ("source-heads-of-128", {"variant": t.HOPPER}),
     ]
     library = load(library_path)
     for seed in (1, 2):

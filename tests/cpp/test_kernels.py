@@ -40,6 +40,20 @@ LONG_K = replace(
     scope="pooled-all",
 )
 TWO_TILES = replace(LONG_K, id="two-row-tiles", num_tokens=300, first_slot_offset=3, scope="pooled")
+# A slice of two K-blocks.
+HEADS_OF_128 = replace(
+    BASE,
+    id="source-heads-of-128",
+    source=replace(SOURCE, head_dim=128, rope=replace(SOURCE.rope, rotary_dim=128)),
+)
+# Pairs 16 channels apart, which different lanes of a warp have read.
+_TURNED = next(case for case in SCOPES if case.id == "copy-turned")
+COPY_PARTIAL = replace(
+    _TURNED,
+    id="copy-turned-partial",
+    source=replace(_TURNED.source, rope=replace(_TURNED.source.rope, rotary_dim=32)),
+    target=replace(_TURNED.target, rope=replace(_TURNED.target.rope, rotary_dim=32)),
+)
 
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None or not (cuda_include() / "cuda_bf16.h").exists(),
@@ -117,10 +131,13 @@ def test_kernels_bfloat16(library: c.CDLL, variant: str, case: Case) -> None:
     check(library, with_dtype(case, "bfloat16"), BFLOAT16, variant=VARIANTS[variant])
 
 
-HEADS_OF_64 = tuple(
-    case
-    for case in map(with_heads_of_64, (*SHORT, LONG_K, TWO_TILES))
-    if case.source.head_dim == 64
+HEADS_OF_64 = (
+    HEADS_OF_128,
+    *(
+        case
+        for case in map(with_heads_of_64, (*SHORT, LONG_K, TWO_TILES))
+        if case.source.head_dim == 64
+    ),
 )
 
 
@@ -141,7 +158,7 @@ def test_kernels_between_cache_dtypes(library: c.CDLL, compute_type: int, case: 
     check(library, case, compute_type)
 
 
-@by_id([LONG_K, TWO_TILES])
+@by_id([LONG_K, TWO_TILES, HEADS_OF_128, COPY_PARTIAL])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_kernels_ring_and_splits(library: c.CDLL, variant: str, case: Case) -> None:
     check(library, with_dtype(case, "bfloat16"), BFLOAT16, variant=VARIANTS[variant])
