@@ -24,7 +24,7 @@ from trtllm_kvmap.mapper.pool import KvPool
 from trtllm_kvmap.spec.model import ModelSpec
 from trtllm_kvmap.spec.rope import RopeParams, rope_table
 
-VARIANTS = ("auto", "wide", "narrow", "small_t")
+VARIANTS = ("auto", "wide", "narrow", "small_t", "hopper")
 _FIELD = {"key": 0, "value": 1}
 _ORIGIN = {"source": 0, "target": 1}
 
