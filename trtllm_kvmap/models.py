@@ -141,6 +141,8 @@ def _read_spec(path_or_id: str | Path) -> ModelSpec:
 
 def _not_loadable(path_or_id: str | Path, error: Exception) -> InputError:
     reason = str(error).strip().splitlines()[0]
+    if str(path_or_id).startswith(("/", ".", "~")) and not Path(path_or_id).exists():
+        reason = "There is no such folder."
     return InputError(
         f"No model could be loaded from {str(path_or_id)!r}: {reason} Give a folder with "
         f"config.json and safetensors weights, or a hub id where there is a network."

@@ -169,6 +169,27 @@ def test_a_model_with_windows(tmp_path: Path, pair: tuple[Path, Path]) -> None:
     assert "sliding-window attention" in said
 
 
+def test_a_model_folder_that_does_not_exist(pair: tuple[Path, Path]) -> None:
+    said = complaint("doctor", "--source", "/no/such/model", "--target", pair[1])
+    assert "There is no such folder" in said
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_any_work(
+    kvmap: Path, pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    moments, text = kvmap.with_name("m.moments.safetensors"), kvmap.with_name("text.jsonl")
+    (tmp_path / "file").write_text("kept")
+    for out, said in ((tmp_path / "file" / "x", "cannot be written"), (tmp_path, "is a folder")):
+        assert said in complaint("calibrate", *pair, "--text", text, "--out", out)
+        assert said in complaint("fit", moments, "--out", out, "--n", 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_an_estimate_for_a_negative_number_of_tokens(pair: tuple[Path, Path]) -> None:
+    said = complaint("calibrate", *pair, "--estimate", "--estimate-tokens", "-5")
+    assert "at least 1, got -5" in said
+
+
 def test_head_scope_between_unequal_heads(
     pair: tuple[Path, Path], model_folder: Folder, tmp_path: Path
 ) -> None:

@@ -8,15 +8,36 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from trtllm_kvmap.errors import InputError
+
+
+def require_writable(path: str | Path) -> None:
+    """Make the folder of ``path`` if needed. Raises InputError when no file can be written there:
+    ask before long work, not after it.
+    """
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"{path} cannot be written: {path.parent} is no folder and cannot be made one "
+            f"({error.strerror}). Give another path."
+        ) from error
+    if path.is_dir():
+        raise InputError(f"{path} is a folder; give the name of a file to write.")
+    if not os.access(path.parent, os.W_OK):
+        raise InputError(f"{path} cannot be written: {path.parent} allows no writing.")
+
 
 @contextmanager
 def whole_file(path: str | Path) -> Iterator[Path]:
     """A temporary file in the folder of ``path`` (made if needed) that takes its name on success.
 
-    An exception inside, or a kill, leaves whatever stood at ``path`` before.
+    An exception inside, or a kill, leaves whatever stood at ``path`` before. Raises InputError when
+    no file can be written there.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    require_writable(path)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(handle)
     temporary = Path(name)

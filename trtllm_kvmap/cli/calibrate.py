@@ -8,6 +8,7 @@ from typing import Annotated
 import torch
 import typer
 
+from trtllm_kvmap.artifact.whole import require_writable
 from trtllm_kvmap.calibrate.config import CalibrationConfig
 from trtllm_kvmap.calibrate.distributed import process_group
 from trtllm_kvmap.calibrate.estimate import estimate_calibration
@@ -48,6 +49,7 @@ def calibrate(
         return
     if text is None or out is None:
         raise InputError("calibrate needs --text, what to read, and --out, the file to write.")
+    require_writable(out)
     loaded = load_model(source), load_model(target)
     documents = read_documents(
         text,
@@ -70,6 +72,8 @@ def calibrate(
 
 
 def _print_estimate(source: str, target: str, config: CalibrationConfig, tokens: int) -> None:
+    if tokens < 1:
+        raise InputError(f"--estimate-tokens must be at least 1, got {tokens}.")
     found = estimate_calibration(
         describe_model(source).spec,
         describe_model(target).spec,

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from trtllm_kvmap.artifact.kvmap import KvMap
-from trtllm_kvmap.artifact.whole import write_text
+from trtllm_kvmap.artifact.whole import require_writable, write_text
 from trtllm_kvmap.cli.app import (
     JsonOption,
     SourceOption,
@@ -42,6 +42,8 @@ def evaluate(
     ] = False,
 ) -> None:
     """Judge a map: every arm and every control, on items that neither fit nor selection saw."""
+    for path in filter(None, (json, html)):
+        require_writable(path)
     loaded = KvMap.load(kvmap, allow_unproven=True)
     source_model, target_model = load_model(source), load_model(target)
     items = read_items(task_config, target_model.tokenizer)

@@ -11,6 +11,7 @@ import typer
 
 from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.artifact.moments import MomentSet
+from trtllm_kvmap.artifact.whole import require_writable
 from trtllm_kvmap.cli.app import JsonOption, console, progress, verb, write_json
 from trtllm_kvmap.cli.flags import config_flags
 from trtllm_kvmap.cli.inspect import describe
@@ -47,6 +48,7 @@ def fit(
     if estimate:
         _print_estimates(moments, candidates)
         return
+    require_writable(out)
     if len(candidates) == 1:
         kvmap = run_fit((MomentSet.load(path) for path in moments), candidates[0])
     else:

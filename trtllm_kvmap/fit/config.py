@@ -19,7 +19,7 @@ class FitConfig:
     k: int = field(
         default=4, metadata={"help": "Source layers a target head reads (head and pooled)."}
     )
-    n: int = field(default=12, metadata={"help": "Slices a target head reads (slice)."})
+    n: int = field(default=8, metadata={"help": "Slices a target head reads (slice)."})
     ridge: float = field(
         default=1e-3, metadata={"help": "Penalty, relative to each slice's mean variance."}
     )

@@ -20,7 +20,7 @@ class FitGrid:
         default=(4,), metadata={"help": "source layers a head reads (head, pooled); repeatable"}
     )
     n: tuple[int, ...] = field(
-        default=(12,), metadata={"help": "slices a head reads (slice); repeatable"}
+        default=(8,), metadata={"help": "slices a head reads (slice); repeatable"}
     )
     ridge: tuple[float, ...] = field(
         default=(1e-3,),
