@@ -48,7 +48,7 @@ def change(path: str, value: object) -> Callable[[MapParams], None]:
 BAD = {
     "version": (change("map.version", 2), "version 2"),
     "no map": (change("map.blob", None), "buffer"),
-    "misaligned map": (change("map.blob", 4100), "256"),
+    "misaligned map": (change("map.blob", 4100), "aligned to 64 bytes"),
     "layers": (change("source.num_layers", 2), "source pool holds"),
     "heads": (change("target.num_kv_heads", 7), "target pool holds"),
     "head_dim": (change("target.head_dim", 32), "target pool holds"),
