@@ -129,7 +129,9 @@ def tell(kvmap: KvMap, source: LoadedModel, target: LoadedModel, item: Item) -> 
     told = []
     for question in item.questions:
         prompt = [*item.context, *question.stem]
-        plan = plan_handoff(len(prompt), first_tokens=4, repair_window=32)
+        plan = plan_handoff(
+            len(prompt), first_tokens=JUDGED.first_tokens, repair_window=JUDGED.repair_window
+        )
         alone = [prefill(model, prompt, logits_to_keep=1) for model in (source, target)]
         handoff = bridge.hand_over(alone[0].cache, prompt, plan)
         answers = [

@@ -109,7 +109,7 @@ class ModelDescription:
 
 def describe_model(path_or_id: str | Path) -> ModelDescription:
     """Read the configuration and tokenizer of a folder or hub id. Raises as load_model does."""
-    spec = _read_spec(path_or_id)
+    spec = read_spec(path_or_id)
     return ModelDescription(spec, tokenizer_digest(load_tokenizer(path_or_id), spec.vocab_size))
 
 
@@ -122,7 +122,7 @@ def load_model(
     keeps another kind of cache than this package maps (sliding windows, latent attention, an
     unknown key layout).
     """
-    spec = _read_spec(path_or_id)
+    spec = read_spec(path_or_id)
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(path_or_id, dtype=dtype)
     except (OSError, ValueError) as error:
@@ -130,7 +130,8 @@ def load_model(
     return LoadedModel(spec.name, model.to(device).eval(), load_tokenizer(path_or_id), spec)
 
 
-def _read_spec(path_or_id: str | Path) -> ModelSpec:
+def read_spec(path_or_id: str | Path) -> ModelSpec:
+    """The KV geometry of a folder or hub id, from its configuration. Raises as load_model does."""
     name = Path(path_or_id).name if Path(path_or_id).is_dir() else str(path_or_id)
     try:
         config = AutoConfig.from_pretrained(path_or_id)

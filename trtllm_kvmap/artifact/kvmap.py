@@ -19,11 +19,10 @@ from trtllm_kvmap.artifact.native import (
     native_from_tensors,
     native_to_tensors,
 )
+from trtllm_kvmap.artifact.pair import pair_from_json, pair_to_json
 from trtllm_kvmap.artifact.record import (
     slices_from_json,
     slices_to_json,
-    spec_from_json,
-    spec_to_json,
 )
 from trtllm_kvmap.errors import FormatError, MismatchError, NumericsError, UnprovenError
 from trtllm_kvmap.spec.model import ModelSpec
@@ -124,10 +123,7 @@ class KvMap:
             )
         tensors |= native_to_tensors(self.token_table, self.sinks)
         content = {
-            "source": spec_to_json(self.source),
-            "target": spec_to_json(self.target),
-            "source_fingerprint": self.source_fingerprint.to_json(),
-            "target_fingerprint": self.target_fingerprint.to_json(),
+            **pair_to_json(self),
             "scope": self.scope,
             "groups": index,
             "sinks": [list(entry.token_ids) for entry in self.sinks],
@@ -249,10 +245,7 @@ def _from_content(content: dict[str, Any], tensors: dict[str, torch.Tensor]) -> 
     )
     table, sinks = native_from_tensors(tensors, content["sinks"])
     return KvMap(
-        source=spec_from_json(content["source"]),
-        target=spec_from_json(content["target"]),
-        source_fingerprint=Fingerprint.from_json(content["source_fingerprint"]),
-        target_fingerprint=Fingerprint.from_json(content["target_fingerprint"]),
+        **pair_from_json(content),
         scope=content["scope"],
         groups=groups,
         fitted=content["fitted"],

@@ -16,11 +16,11 @@ from trtllm_kvmap.artifact.native import (
     native_from_tensors,
     native_to_tensors,
 )
+from trtllm_kvmap.artifact.pair import pair_from_json, pair_to_json
 from trtllm_kvmap.artifact.record import (
     slices_from_json,
     slices_to_json,
     spec_from_json,
-    spec_to_json,
 )
 from trtllm_kvmap.errors import FormatError, MismatchError
 from trtllm_kvmap.spec.model import ModelSpec
@@ -144,10 +144,7 @@ class MomentSet:
                 }
             )
         content = {
-            "source": spec_to_json(self.source),
-            "target": spec_to_json(self.target),
-            "source_fingerprint": self.source_fingerprint.to_json(),
-            "target_fingerprint": self.target_fingerprint.to_json(),
+            **pair_to_json(self),
             "parts": index,
             "sinks": [list(entry.token_ids) for entry in self.sinks],
             "record": self.record,
@@ -179,10 +176,7 @@ class MomentSet:
                 )
             table, sinks = native_from_tensors(tensors, content["sinks"])
             return MomentSet(
-                source=spec_from_json(content["source"]),
-                target=spec_from_json(content["target"]),
-                source_fingerprint=Fingerprint.from_json(content["source_fingerprint"]),
-                target_fingerprint=Fingerprint.from_json(content["target_fingerprint"]),
+                **pair_from_json(content),
                 parts=tuple(parts),
                 record=content["record"],
                 token_table=table,

@@ -18,7 +18,7 @@ from trtllm_kvmap.cli.app import JsonOption, console, progress, verb, write_json
 from trtllm_kvmap.cli.flags import config_flags
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.machine import matmul_rate, total_memory
-from trtllm_kvmap.models import describe_model, load_model
+from trtllm_kvmap.models import load_model, read_spec
 
 
 @verb
@@ -75,8 +75,8 @@ def _print_estimate(source: str, target: str, config: CalibrationConfig, tokens:
     if tokens < 1:
         raise InputError(f"--estimate-tokens must be at least 1, got {tokens}.")
     found = estimate_calibration(
-        describe_model(source).spec,
-        describe_model(target).spec,
+        read_spec(source),
+        read_spec(target),
         config,
         tokens=tokens,
         flops_per_second=matmul_rate(torch.float32),
