@@ -5,12 +5,12 @@ the whole target memory compared.
 from __future__ import annotations
 
 import ctypes as c
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
+from emulated_cases import NEEDS_EMULATOR, prepare_built
 from half_cases import (
     build,
     build_rounded,
@@ -21,7 +21,6 @@ from half_cases import (
     with_heads_of_64,
     workspace_error,
 )
-from native_build import cuda_include
 from native_kernels import POISON, aligned, call, emulated, pack, prepare
 from native_structs import AUTO, BFLOAT16, FLOAT8, FLOAT16, FLOAT32, HOPPER, NARROW, SMALL_T, WIDE
 
@@ -55,10 +54,7 @@ COPY_PARTIAL = replace(
     target=replace(_TURNED.target, rope=replace(_TURNED.target.rope, rotary_dim=32)),
 )
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("g++") is None or not (cuda_include() / "cuda_bf16.h").exists(),
-    reason="needs g++ and the CUDA headers (CUDA_HOME)",
-)
+pytestmark = NEEDS_EMULATOR
 
 
 @pytest.fixture(scope="module")
@@ -89,14 +85,11 @@ def check(
     half = compute_type != FLOAT32
     built = build_rounded(case, TORCH[compute_type]) if half else build(case)
     before, source = raw(built.target_memory), raw(built.source_memory)
-    prepared = prepare(
+    prepared = prepare_built(
         library,
-        built.kvmap,
-        built.source,
-        built.target,
-        built.span,
+        built,
         compute_type=compute_type,
-        **options,  # type: ignore[arg-type]
+        **options,
     )
     call(library, function, prepared)
     assert torch.equal(raw(built.source_memory), source), "the source changed"
@@ -200,12 +193,9 @@ def test_kernels_workspace_is_exact(library: c.CDLL, variant: str) -> None:
     case = with_dtype(LONG_K, "bfloat16")
     built = build_rounded(case, torch.bfloat16)
     before = raw(built.target_memory)
-    prepared = prepare(
+    prepared = prepare_built(
         library,
-        built.kvmap,
-        built.source,
-        built.target,
-        built.span,
+        built,
         compute_type=BFLOAT16,
         variant=VARIANTS[variant],
     )

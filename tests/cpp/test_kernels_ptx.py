@@ -9,9 +9,10 @@ import shutil
 
 import pytest
 import torch
+from emulated_cases import prepare_built
 from half_cases import build_rounded, raw, with_dtype
 from native_build import build_library, cuda_include, kernel_sources, translated_kernels
-from native_kernels import call, load, prepare
+from native_kernels import call, load
 from native_structs import BFLOAT16, FLOAT16, FLOAT32
 from test_kernels import LONG_K, TORCH, TWO_TILES, VARIANTS
 
@@ -52,12 +53,9 @@ def both(library: c.CDLL, case: Case, compute_type: int, variant: int) -> list[t
     for path in (SOURCE_PATH, PTX_PATH):
         built = build_rounded(case, TORCH[compute_type])
         library.kernelOptions(0, 0, path, c.c_uint64(1))
-        prepared = prepare(
+        prepared = prepare_built(
             library,
-            built.kvmap,
-            built.source,
-            built.target,
-            built.span,
+            built,
             compute_type=compute_type,
             variant=variant,
         )

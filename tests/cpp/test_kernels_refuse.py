@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ctypes as c
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
+from emulated_cases import NEEDS_EMULATOR, prepare_built
 from half_cases import build_rounded, raw, with_dtype
-from native_build import cuda_include
 from native_kernels import RefusedError, call, emulated, map_spec, pack, prepare, require
 from native_structs import BFLOAT16, FLOAT16, HOPPER, MapParams, MapSpec, Status
 
@@ -18,10 +17,7 @@ from cases import SCOPES  # isort: skip
 
 CASE = with_dtype(next(case for case in SCOPES if case.id == "slice-with-own-layer-0"), "bfloat16")
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("g++") is None or not (cuda_include() / "cuda_bf16.h").exists(),
-    reason="needs g++ and the CUDA headers (CUDA_HOME)",
-)
+pytestmark = NEEDS_EMULATOR
 
 
 @pytest.fixture(scope="module")
@@ -117,12 +113,9 @@ def test_kernels_refuse_what_the_hopper_kernel_cannot(
 ) -> None:
     built = build_rounded(CASE, torch.bfloat16)
     before = raw(built.target_memory)
-    prepared = prepare(
+    prepared = prepare_built(
         library,
-        built.kvmap,
-        built.source,
-        built.target,
-        built.span,
+        built,
         compute_type=compute_type,
         variant=HOPPER,
     )
