@@ -62,7 +62,7 @@ class KvBridge:
         require_same_tokens(source, target)
         kvmap.require_models(source.fingerprint, target.fingerprint)
         self.kvmap, self.source, self.target = kvmap, source, target
-        self._mapper = make_mapper(kvmap, backend)
+        self.mapper = make_mapper(kvmap, backend)
 
     def convert(
         self,
@@ -165,7 +165,7 @@ class KvBridge:
                     source_length=source_length,
                     target_length=length,
                 )
-                self._mapper.map_kv(view_pool(source_cache), view_pool(cache), span)
+                self.mapper.map_kv(view_pool(source_cache), view_pool(cache), span)
         own_end = plan.mapped.stop if prompt.padded else plan.first.stop
         for known in written_lengths(own, range(plan.first.stop)) or ():
             record_pass(cache, Pass(0, own_end, known))
