@@ -9,6 +9,7 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+from native_operators import load_operators
 from random_models import write_model
 
 from trtllm_kvmap.models import LoadedModel, load_model
@@ -37,6 +38,12 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
         return made[key]
 
     return folder
+
+
+@pytest.fixture(scope="session")
+def native_operators() -> Path:
+    """The library of torch operators, built for the CPU and loaded: backend ``cuda``."""
+    return load_operators()
 
 
 @pytest.fixture(scope="session")

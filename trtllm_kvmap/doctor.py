@@ -108,7 +108,11 @@ def _cuda() -> Finding:
 def _native() -> Finding:
     library = native_library()
     if library is None:
-        return Finding("native kernels", False, "not built: python build_scripts/build_native.py")
+        return Finding(
+            "native kernels",
+            False,
+            "not built, so there is no backend cuda: python build_scripts/build_native.py",
+        )
     return Finding("native kernels", True, str(library))
 
 

@@ -8,7 +8,7 @@ from case_build import Built, build
 from cases import CASES, Case
 from expected import ABSOLUTE, expect
 
-from trtllm_kvmap.mapper.backends import BACKENDS, map_kv
+from trtllm_kvmap.mapper.backends import map_kv
 
 
 def raw(memory: torch.Tensor) -> torch.Tensor:
@@ -22,7 +22,6 @@ def run(backend: str, built: Built) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_whole_pool(backend: str, case: Case) -> None:
     built = build(case)
     before_source, before = raw(built.source_memory), raw(built.target_memory)

@@ -1,13 +1,9 @@
-"""The torch operators on the CPU: every conformance case, every refusal, tracing.
-
-The library is built here for the CPU alone, whatever build/native holds: these tests need a C++
-compiler and nothing else.
+"""The torch operators on the CPU: every refusal, tracing, what a mapper keeps. The conformance
+cases run on them as backend `cuda`.
 """
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,51 +16,20 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "conformance"))
 
 from case_build import Built, build  # noqa: E402
-from cases import BASE, CASES, Case  # noqa: E402
-from expected import ABSOLUTE, expect  # noqa: E402
+from cases import BASE, CASES  # noqa: E402
 
+from trtllm_kvmap.doctor import examine_machine  # noqa: E402
 from trtllm_kvmap.errors import InputError, MismatchError, UnavailableError  # noqa: E402
 from trtllm_kvmap.mapper import native  # noqa: E402
+from trtllm_kvmap.mapper.backends import make_mapper  # noqa: E402
 from trtllm_kvmap.mapper.cuda import CudaMapper, compute_dtype, pack_map  # noqa: E402
 from trtllm_kvmap.rotary import applying_rows  # noqa: E402
 
-OUTPUT = ROOT / "build" / "test-native"
-
-
-@pytest.fixture(scope="session", autouse=True)
-def library() -> Path:
-    if shutil.which("g++") is None:
-        pytest.skip("no g++ on PATH to build the torch operators with")
-    command = [sys.executable, str(ROOT / "build_scripts" / "build_native.py"), "--no-cuda"]
-    command += ["--no-plugin", "--python", sys.executable, "--output", str(OUTPUT), "--jobs", "2"]
-    result = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
-    path = OUTPUT / native.NAME
-    torch.ops.load_library(str(path))
-    return path
+pytestmark = pytest.mark.usefixtures("native_operators")
 
 
 def raw(memory: torch.Tensor) -> torch.Tensor:
     return memory.view(torch.uint8).view(memory.numel(), -1).clone()
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_bindings_map_every_case(case: Case) -> None:
-    built = build(case)
-    before_source, before = raw(built.source_memory), raw(built.target_memory)
-    CudaMapper(built.kvmap).map_kv(built.source, built.target, built.span)
-    expected = expect(case, built)
-
-    assert torch.equal(raw(built.target_memory)[~expected.written], before[~expected.written])
-    assert torch.equal(raw(built.source_memory), before_source)
-    found = built.target_memory.double()[expected.written]
-    wanted = expected.values[expected.written]
-    if case.verbatim:
-        assert torch.equal(found, wanted.to(built.target.dtype).double())
-    else:
-        error = (found - wanted).abs()
-        epsilon = torch.finfo(built.target.dtype).eps
-        assert bool((error <= ABSOLUTE[case.target.dtype] + wanted.abs() * epsilon).all())
 
 
 def op_arguments(built: Built) -> dict[str, Any]:
@@ -280,6 +245,21 @@ def test_a_variant_that_is_none_is_refused() -> None:
         CudaMapper(build(BASE).kvmap, variant="fast")
 
 
+def test_what_a_build_cannot_do_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an operator built without CUDA answers pools on a GPU."""
+
+    class Unable:
+        def map_kv(self, *_: Any) -> None:
+            raise NotImplementedError("This build has no CUDA kernels.\nException raised from ...")
+
+    built = build(BASE)
+    mapper = CudaMapper(built.kvmap)
+    mapper.packed(built.target.device, torch.float32)
+    monkeypatch.setattr(torch.ops, "trtllm_kvmap", Unable())
+    with pytest.raises(UnavailableError, match=r"^This build has no CUDA kernels\.$"):
+        mapper.map_kv(built.source, built.target, built.span)
+
+
 def test_one_mapper_serves_spans_of_any_length() -> None:
     """Tables and packed maps are kept between calls; none may outlive what it was made for."""
     case = next(case for case in CASES if case.id == "rope-dynamic-target")
@@ -302,15 +282,18 @@ def test_one_mapper_serves_spans_of_any_length() -> None:
 
 
 def test_a_native_part_that_is_missing_is_named(
-    library: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    native_operators: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(native, "FOLDERS", (tmp_path, library.parent))
-    assert native.native_library() == library
+    monkeypatch.setattr(native, "FOLDERS", (tmp_path, native_operators.parent))
+    assert native.native_library() == native_operators
     monkeypatch.setattr(native, "FOLDERS", (tmp_path,))
     monkeypatch.setattr(torch.ops, "trtllm_kvmap", object())
     assert native.native_library() is None
-    with pytest.raises(UnavailableError, match=r"build_native\.py"):
-        native.load_native()
+    with pytest.raises(UnavailableError, match=r"backend `cuda`.*build_native\.py"):
+        make_mapper(build(BASE).kvmap, "cuda")
+    assert "no backend cuda" in next(
+        finding.detail for finding in examine_machine() if finding.name == "native kernels"
+    )
     (tmp_path / native.NAME).write_bytes(b"not a library")
     with pytest.raises(UnavailableError, match="Build it again"):
         native.load_native()

@@ -19,7 +19,6 @@ from emulator_library import Library  # noqa: E402
 from gpu.instruction_maps import SOURCE, compare  # noqa: E402
 from gpu.workloads import WORKLOADS  # noqa: E402
 from gpu_acceptance import Stage, run, stages  # noqa: E402
-from test_bindings import library  # noqa: E402, F401  the operators, built for the CPU
 
 NINE_MINUTES = 9 * 60
 
@@ -47,9 +46,17 @@ def test_acceptance_predicts_from_the_shapes() -> None:
     assert pooled.bytes_moved(32768) == 2 * (pooled.parameters + numbers)
 
 
-def test_acceptance_times_what_it_has_validated(library: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_acceptance_times_what_it_has_validated(native_operators: Path, tmp_path: Path) -> None:
     out = tmp_path / "timing.json"
-    options = ("--library", str(library.parent), "--device", "cpu", "--tiny", "--json", str(out))
+    options = (
+        "--library",
+        str(native_operators.parent),
+        "--device",
+        "cpu",
+        "--tiny",
+        "--json",
+        str(out),
+    )
     done = script("gpu/timing.py", *options)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(out.read_text())["maps"]
@@ -57,9 +64,17 @@ def test_acceptance_times_what_it_has_validated(library: Path, tmp_path: Path) -
     assert all(row["correct"] and row["median_ms"] > 0 and row["eager_ms"] > 0 for row in rows)
 
 
-def test_acceptance_runs_the_conformance_table(library: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_acceptance_runs_the_conformance_table(native_operators: Path, tmp_path: Path) -> None:
     out = tmp_path / "conformance.json"
-    options = ("--library", str(library.parent), "--device", "cpu", "--few", "--json", str(out))
+    options = (
+        "--library",
+        str(native_operators.parent),
+        "--device",
+        "cpu",
+        "--few",
+        "--json",
+        str(out),
+    )
     done = script("gpu/conformance.py", *options)
     assert done.returncode == 0, done.stdout + done.stderr
     findings = json.loads(out.read_text())

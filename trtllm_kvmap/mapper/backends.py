@@ -8,16 +8,22 @@ from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.mapper.contract import Mapper, Span
 from trtllm_kvmap.mapper.cpu import CpuMapper
+from trtllm_kvmap.mapper.cuda import CudaMapper
 from trtllm_kvmap.mapper.pool import KvPool
 from trtllm_kvmap.mapper.reference import ReferenceMapper
 
-BACKENDS: dict[str, Callable[[KvMap], Mapper]] = {"reference": ReferenceMapper, "cpu": CpuMapper}
+BACKENDS: dict[str, Callable[[KvMap], Mapper]] = {
+    "reference": ReferenceMapper,
+    "cpu": CpuMapper,
+    "cuda": CudaMapper,
+}
 
 
 def make_mapper(kvmap: KvMap, backend: str = "cpu") -> Mapper:
     """``kvmap`` made ready for ``backend``; keep it to map more than one span.
 
-    Raises InputError for a backend that does not exist.
+    Raises InputError for a backend that does not exist, UnavailableError for ``cuda`` where the
+    native part is not built.
     """
     if backend not in BACKENDS:
         raise InputError(

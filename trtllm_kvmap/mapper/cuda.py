@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from trtllm_kvmap.artifact.kvmap import KvMap
-from trtllm_kvmap.errors import InputError, MismatchError
+from trtllm_kvmap.errors import InputError, MismatchError, UnavailableError
 from trtllm_kvmap.mapper.contract import Span, check, same_rotation
 from trtllm_kvmap.mapper.native import load_native
 from trtllm_kvmap.mapper.pool import KvPool
@@ -102,6 +102,8 @@ class CudaMapper:
             )
         except ValueError as error:  # what the contract does not know of: strides, alignment
             raise MismatchError(str(error).splitlines()[0]) from error
+        except NotImplementedError as error:  # this build has no CUDA, this GPU no such kernel
+            raise UnavailableError(str(error).splitlines()[0]) from error
 
     def packed(self, device: torch.device, dtype: torch.dtype) -> PackedMap:
         """The map packed for products in ``dtype``, on ``device``; made once."""

@@ -31,8 +31,8 @@ def load_native() -> None:
     path = native_library()
     if path is None:
         raise UnavailableError(
-            "The native part is not built. Run `python build_scripts/build_native.py`, or use the "
-            "backend `cpu`."
+            "The native part, which backend `cuda` needs, is not built. Run `python "
+            "build_scripts/build_native.py`, or use the backend `cpu`."
         )
     _load(path)
 
