@@ -4,6 +4,7 @@
     python build_scripts/build_native.py --no-plugin       without the TensorRT plugin
     python build_scripts/build_native.py --python PYTHON   against the torch of that interpreter
     python build_scripts/build_native.py --offline         download nothing: use what is there
+    python build_scripts/build_native.py --wheel DIR       a wheel of the package with all of it
 
 CMake, Ninja and the headers of TensorRT come from package registries when they are not at hand. A
 C++17 compiler is needed; with nvcc (12.8 or newer) the CUDA kernels and the plugin are built as
@@ -36,6 +37,7 @@ def main() -> int:
     parser.add_argument("--python", type=Path, help="the interpreter whose torch to build against")
     parser.add_argument("--architectures", default=ARCHITECTURES, help="CMAKE_CUDA_ARCHITECTURES")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="where the libraries go")
+    parser.add_argument("--wheel", type=Path, help="make a wheel in this folder instead")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--offline", action="store_true", help="download and install nothing")
     parser.add_argument("--tests", action="store_true", help="also what tests/tensorrt needs")
@@ -44,6 +46,8 @@ def main() -> int:
     options = parser.parse_args()
     definitions = choose_parts(options)
     cmake, environment = find_cmake(options.offline)
+    if options.wheel:
+        return build_wheel(options, definitions, environment)
     configure = [cmake, "-S", str(ROOT), "-B", str(options.output), "-G", "Ninja"]
     configure += [f"-D{name}={value}" for name, value in definitions.items()]
     build = [cmake, "--build", str(options.output), "--parallel", str(options.jobs)]
@@ -53,6 +57,21 @@ def main() -> int:
             return 1
     libraries = sorted(path.name for path in options.output.glob("libtrtllm_kvmap_*.so"))
     print(f"Built in {options.output}: {', '.join(libraries)}.")
+    return 0
+
+
+def build_wheel(
+    options: argparse.Namespace, definitions: dict[str, str], environment: dict[str, str]
+) -> int:
+    """The package and the libraries in one wheel, made by the build backend of pyproject.toml."""
+    command = [str(options.python or sys.executable), "-m", "pip", "wheel", "--no-deps"]
+    command += ["--wheel-dir", str(options.wheel), "--config-settings", "wheel.cmake=true"]
+    for name, value in definitions.items():
+        command += ["--config-settings", f"cmake.define.{name}={value}"]
+    environment = {**environment, "CMAKE_BUILD_PARALLEL_LEVEL": str(options.jobs)}
+    if subprocess.run([*command, str(ROOT)], check=False, env=environment).returncode:
+        print(f"The wheel could not be built; the command was: {' '.join(command)}")
+        return 1
     return 0
 
 

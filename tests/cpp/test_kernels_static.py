@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 import shutil
 import subprocess
@@ -57,10 +58,21 @@ def design_of(kernel: str) -> Design:
     return next(design for shape, design in DESIGNS.items() if shape in kernel)
 
 
+def find_nvdisasm() -> str | None:
+    """On PATH with a whole CUDA toolkit, or where its wheel puts it."""
+    if shutil.which("nvdisasm"):
+        return shutil.which("nvdisasm")
+    try:
+        files = importlib.metadata.files("nvidia-cuda-nvdisasm") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return next((str(file.locate()) for file in files if file.name == "nvdisasm"), None)
+
+
+NVDISASM = find_nvdisasm()
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc on PATH")
 needs_nvdisasm = pytest.mark.skipif(
-    shutil.which("nvdisasm") is None,
-    reason="needs nvdisasm on PATH (pip install nvidia-cuda-nvdisasm)",
+    NVDISASM is None, reason="needs nvdisasm (pip install nvidia-cuda-nvdisasm)"
 )
 
 
@@ -83,8 +95,9 @@ class Compiled:
 
     def instructions(self) -> dict[str, list[str]]:
         """Kernel -> opcodes with their suffixes, in order."""
+        assert NVDISASM is not None
         done = subprocess.run(
-            ["nvdisasm", "-c", str(self.cubin)], capture_output=True, text=True, check=True
+            [NVDISASM, "-c", str(self.cubin)], capture_output=True, text=True, check=True
         )
         sections = re.split(r"^\.text\.(\S+):$", done.stdout, flags=re.MULTILINE)[1:]
         pattern = r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]*)"
