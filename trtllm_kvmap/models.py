@@ -100,6 +100,18 @@ class LoadedModel:
 
 
 @dataclass(frozen=True, slots=True)
+class RemoteModel:
+    """A model that another process holds: enough to check a cache it sent, not to run it."""
+
+    name: str
+    spec: ModelSpec
+    fingerprint: Fingerprint
+
+
+KnownModel = LoadedModel | RemoteModel
+
+
+@dataclass(frozen=True, slots=True)
 class ModelDescription:
     """What can be said of a model without loading its weights."""
 
@@ -165,7 +177,7 @@ def quiet_loading() -> None:
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def require_same_tokens(source: LoadedModel, target: LoadedModel) -> None:
+def require_same_tokens(source: KnownModel, target: KnownModel) -> None:
     """Raise MismatchError unless both models read the same token ids."""
     if source.fingerprint.tokenizer != target.fingerprint.tokenizer:
         raise MismatchError(

@@ -15,8 +15,9 @@ from trtllm_kvmap.artifact.native import SinkEntry
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.decode.generate import generate, generate_batch
 from trtllm_kvmap.decode.prefill import prefill
+from trtllm_kvmap.errors import MismatchError
 from trtllm_kvmap.inject.hf_cache import HfCache, fork, make_cache, num_entries, view_pool
-from trtllm_kvmap.models import LoadedModel
+from trtllm_kvmap.models import LoadedModel, RemoteModel
 from trtllm_kvmap.spec.plan import plan_handoff
 from trtllm_kvmap.spec.rope import RopeParams
 
@@ -187,6 +188,25 @@ def test_a_map_that_reads_token_ids_is_given_the_right_ones(random_model: Callab
     for row, pads in ((0, 0), (1, 9)):
         mine, theirs = (whole[:, 0, row, :, pads:] for whole in (converted, native))
         torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-5)
+
+
+def test_a_source_that_another_process_holds_is_checked_and_maps_alike(
+    random_model: Callable,
+) -> None:
+    source, target = random_model(seed=1), random_model(seed=0)
+    kvmap = copy_map(source, target)
+    remote = RemoteModel(source.name, source.spec, source.fingerprint)
+    ids, plan = tokens(30), plan_handoff(30, repair_window=4)
+    cache = prefill(source, ids).cache
+    here, there = (
+        KvBridge(kvmap, source=held, target=target).hand_over(cache, ids, plan)
+        for held in (source, remote)
+    )
+    assert torch.equal(stacked(here.cache), stacked(there.cache))
+    assert torch.equal(here.logits, there.logits)
+    stranger = RemoteModel(target.name, target.spec, target.fingerprint)
+    with pytest.raises(MismatchError, match="another source"):
+        KvBridge(kvmap, source=stranger, target=target)
 
 
 def test_times_of_every_step_are_reported(random_model: Callable) -> None:

@@ -9,7 +9,7 @@ import torch
 from random_models import available_architectures
 from streams import require_equal_streams
 
-from trtllm_kvmap.decode.generate import NearTie, generate, generate_batch, near_ties
+from trtllm_kvmap.decode.generate import NearTie, generate, generate_batch, near_ties, stream_tokens
 from trtllm_kvmap.decode.prefill import prefill
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.inject.hf_cache import fork, num_entries, view_pool
@@ -39,6 +39,21 @@ def test_generation_stops_at_an_end_token(random_model: Callable) -> None:
     cut = generate(loaded, fork(read.cache), read.logits[-1], 30, eos_token_ids=[end])
     assert cut == free[: free.index(end) + 1]
     assert len(generate(loaded, read.cache, read.logits[-1], 1)) == 1
+
+
+def test_a_stream_is_generate_and_reads_no_further_than_it_is_asked(random_model: Callable) -> None:
+    loaded = random_model()
+    read = prefill(loaded, tokens(20))
+    whole, logits = generate(loaded, fork(read.cache), read.logits[-1], 30), read.logits[-1]
+    assert list(stream_tokens(loaded, fork(read.cache), logits, 30)) == whole
+    end = whole[12]
+    cut = list(stream_tokens(loaded, fork(read.cache), logits, 30, eos_token_ids=[end]))
+    assert cut == whole[: whole.index(end) + 1]
+    stream = stream_tokens(loaded, read.cache, logits, 30)
+    assert [next(stream) for _ in range(5)] == whole[:5]
+    assert num_entries(read.cache) == 24, "the fifth token is chosen, not read"
+    with pytest.raises(InputError, match="allows"):
+        next(stream_tokens(loaded, read.cache, logits, 10_000))
 
 
 def test_a_batch_generates_each_row_as_if_alone(random_model: Callable) -> None:

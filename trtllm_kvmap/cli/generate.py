@@ -51,16 +51,15 @@ def generate(
 ) -> None:
     """The source reads a prompt, the target goes on from the mapped cache."""
     loaded = KvMap.load(kvmap, allow_unproven=allow_unproven)
-    bridge = KvBridge(
-        loaded, source=load_model(source), target=load_model(target), backend=config.backend
-    )
+    reader = load_model(source)
+    bridge = KvBridge(loaded, source=reader, target=load_model(target), backend=config.backend)
     ids = bridge.target.tokenise(_prompt_text(prompt, prompt_file))
     if not ids:
         raise InputError("The prompt has no token; give some text.")
     plan = plan_handoff(
         len(ids), first_tokens=config.first_tokens, repair_window=config.repair_window
     )
-    read = prefill(bridge.source, ids, logits_to_keep=1)
+    read = prefill(reader, ids, logits_to_keep=1)
     handoff = bridge.hand_over(read.cache, ids, plan)
     tokenizer: Any = bridge.target.tokenizer
     stops = {tokenizer.eos_token_id} - {None}

@@ -6,14 +6,14 @@ from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.decode.prompt import Prompt, require_room, require_tokens
 from trtllm_kvmap.errors import InputError, MismatchError
 from trtllm_kvmap.inject.hf_cache import HfCache, num_entries, view_pool, written_lengths
-from trtllm_kvmap.models import LoadedModel
+from trtllm_kvmap.models import KnownModel, LoadedModel
 from trtllm_kvmap.spec.plan import HandoffPlan
 from trtllm_kvmap.spec.rope import written_length
 
 
 def check_request(
     kvmap: KvMap,
-    source: LoadedModel,
+    source: KnownModel,
     target: LoadedModel,
     prompt: Prompt,
     plan: HandoffPlan,
@@ -78,7 +78,7 @@ def _check_cache(
         )
 
 
-def _source_length(source: LoadedModel, prompt: Prompt, plan: HandoffPlan, cache: HfCache) -> int:
+def _source_length(source: KnownModel, prompt: Prompt, plan: HandoffPlan, cache: HfCache) -> int:
     rope = source.spec.rope
     if not rope.length_dependent:
         return prompt.longest

@@ -28,7 +28,7 @@ from trtllm_kvmap.inject.hf_cache import (
     written_lengths,
 )
 from trtllm_kvmap.mapper.backends import make_mapper
-from trtllm_kvmap.models import LoadedModel, require_same_tokens
+from trtllm_kvmap.models import KnownModel, LoadedModel, require_same_tokens
 from trtllm_kvmap.spec.plan import HandoffPlan
 
 
@@ -52,12 +52,13 @@ class Handoff:
 class KvBridge:
     """Hands prompts that ``source`` has read over to ``target``.
 
-    Raises MismatchError unless the map was fitted for these two models (configuration, weights and
-    tokenizer) and both read the same token ids.
+    ``source`` may be a RemoteModel, whose caches come from another process. Raises MismatchError
+    unless the map was fitted for these two models (configuration, weights and tokenizer) and both
+    read the same token ids.
     """
 
     def __init__(
-        self, kvmap: KvMap, *, source: LoadedModel, target: LoadedModel, backend: str = "cpu"
+        self, kvmap: KvMap, *, source: KnownModel, target: LoadedModel, backend: str = "cpu"
     ) -> None:
         require_same_tokens(source, target)
         kvmap.require_models(source.fingerprint, target.fingerprint)

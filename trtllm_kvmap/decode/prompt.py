@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from trtllm_kvmap.errors import InputError
-from trtllm_kvmap.models import LoadedModel
+from trtllm_kvmap.models import KnownModel
 
 TokenIds = torch.Tensor | Sequence[int]
 
@@ -84,7 +84,7 @@ def as_token_ids(token_ids: TokenIds, device: torch.device | None = None) -> tor
     return ids.long().reshape(-1, ids.shape[-1])
 
 
-def require_tokens(loaded: LoadedModel, token_ids: torch.Tensor) -> None:
+def require_tokens(loaded: KnownModel, token_ids: torch.Tensor) -> None:
     """Raise InputError for ids that ``loaded`` has no embedding for."""
     low, high = int(token_ids.min()), int(token_ids.max())
     if low < 0 or high >= loaded.spec.vocab_size:
@@ -94,7 +94,7 @@ def require_tokens(loaded: LoadedModel, token_ids: torch.Tensor) -> None:
         )
 
 
-def require_room(loaded: LoadedModel, num_tokens: int) -> None:
+def require_room(loaded: KnownModel, num_tokens: int) -> None:
     """Raise InputError when ``loaded`` cannot read a sequence of ``num_tokens``."""
     if num_tokens > loaded.spec.max_positions:
         raise InputError(
