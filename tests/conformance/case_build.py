@@ -14,6 +14,7 @@ from cases import VOCABULARY, Case, Side
 from trtllm_kvmap.artifact.fingerprint import Fingerprint
 from trtllm_kvmap.artifact.kvmap import HeadGroup, KvMap
 from trtllm_kvmap.artifact.native import TokenTable
+from trtllm_kvmap.artifact.second import SecondTerm
 from trtllm_kvmap.mapper.contract import Span
 from trtllm_kvmap.mapper.pool import KvPool
 from trtllm_kvmap.spec.layout import BlockTable
@@ -191,6 +192,25 @@ def _group(
     widths = {"source": case.source.head_dim, "target": case.target.head_dim}
     width, out = sum(widths[s.origin] for s in slices), len(heads) * case.target.head_dim
     weight = torch.randn(width, out, generator=generator) / math.sqrt(width)
-    return HeadGroup(
-        field, layer, heads, slices, weight, bias=torch.randn(out, generator=generator)
+    bias = torch.randn(out, generator=generator)
+    beside = _beside(case, width, out, generator)
+    if case.second in ("low-rank", "silu-alone"):
+        return HeadGroup(field, layer, heads, slices, None, bias, **beside)
+    if case.second == "float8":
+        scale = 0.5 + torch.rand(out, generator=generator)
+        stored = (weight / scale).to(torch.float8_e4m3fn)
+        return HeadGroup(field, layer, heads, slices, stored, bias, weight_scale=scale)
+    return HeadGroup(field, layer, heads, slices, weight, bias, **beside)
+
+
+def _beside(case: Case, width: int, out: int, generator: torch.Generator) -> dict[str, SecondTerm]:
+    """The second term, of 6 hidden channels; its activation is in the name of ``case.second``."""
+    if case.second in ("", "float8"):
+        return {}
+    term = SecondTerm(
+        down=torch.randn(width, 6, generator=generator) / math.sqrt(width),
+        offset=torch.randn(6, generator=generator),
+        up=torch.randn(6, out, generator=generator) / math.sqrt(6),
+        activation="silu" if case.second.startswith("silu") else "identity",
     )
+    return {"second": term}

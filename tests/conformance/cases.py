@@ -59,6 +59,7 @@ class Case:
 
     ``first_slot_offset`` tokens of the first block on both sides lie before the span, so that the
     first and the last block are both partial. ``verbatim``: the numbers must arrive bit by bit.
+    ``second``: what stands beside the matrices (see case_build.py).
     """
 
     id: str
@@ -70,6 +71,7 @@ class Case:
     first_position: int = 0
     first_slot_offset: int = 0
     verbatim: bool = False
+    second: str = ""
 
 
 VOCABULARY = 19
@@ -274,6 +276,19 @@ SHORT_ROPE_CASES = [  # below the length at which these kinds change their frequ
     for side, base in (("source", SOURCE), ("target", TARGET))
 ]
 
+# Not among CASES: a kernel sees a linear second term and scaled weights as one matrix, and computes
+# no other.
+SECONDS = (
+    _with("low-rank", second="low-rank"),
+    _with("low-rank-pooled", scope="pooled", second="low-rank"),
+    _with("linear-residual", scope="slice-mixed", second="residual"),
+    _with("silu-residual", second="silu"),
+    _with("silu-residual-pooled-own", scope="pooled-own", second="silu", num_tokens=530),
+    _with("silu-alone", scope="slice-twice", second="silu-alone", target={"dtype": "bfloat16"}),
+    _with("silu-beside-copies", scope="blend", second="silu", source=_like_target()),
+    _with("float8-weights", second="float8"),
+    _with("float8-weights-pooled", scope="pooled", second="float8"),
+)
 CASES = (
     *PAGES,
     *STORAGES,

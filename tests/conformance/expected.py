@@ -13,6 +13,7 @@ import torch
 from case_build import Built, views_of
 from cases import Case
 
+from trtllm_kvmap.artifact.kvmap import HeadGroup
 from trtllm_kvmap.spec.rope import RopeParams
 from trtllm_kvmap.spec.slices import Slice
 
@@ -48,8 +49,7 @@ def expect(case: Case, built: Built) -> Expected:
     for group in built.kvmap.groups:
         turn = not case.verbatim  # what stays as it is, is not turned to and fro either
         x = torch.cat([_content(s, built, kept, turn) for s in group.slices], dim=1)
-        if group.weight is not None and group.bias is not None:
-            x = torch.einsum("tf,fo->to", x, group.weight.double()) + group.bias.double()
+        x = _product(group, x)
         field = 0 if group.field == "key" else 1
         scale = (built.target.key_scale, built.target.value_scale)[field]
         for number, head in enumerate(group.heads):
@@ -64,6 +64,23 @@ def expect(case: Case, built: Built) -> Expected:
                 value_views[field][group.layer][block, head, offset] = y[token] / scale
                 written_views[field][group.layer][block, head, offset] = True
     return Expected(written, values)
+
+
+def _product(group: HeadGroup, x: torch.Tensor) -> torch.Tensor:
+    """sum_f x_f W_fo s_o + b_o + sum_h a(sum_f x_f D_fh + c_h) U_ho, and x itself for a copy."""
+    if group.bias is None:
+        return x
+    y = group.bias.double().repeat(len(x), 1)
+    if group.weight is not None:
+        scale = torch.ones(y.shape[1]) if group.weight_scale is None else group.weight_scale
+        y += torch.einsum("tf,fo,o->to", x, group.weight.double(), scale.double())
+    if group.second is not None:
+        term = group.second
+        hidden = torch.einsum("tf,fh->th", x, term.down.double()) + term.offset.double()
+        if term.activation == "silu":
+            hidden = hidden * torch.sigmoid(hidden)
+        y += torch.einsum("th,ho->to", hidden, term.up.double())
+    return y
 
 
 def _content(s: Slice, built: Built, kept: torch.Tensor, turn: bool) -> torch.Tensor:

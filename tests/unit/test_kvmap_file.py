@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
-from trtllm_kvmap.artifact.container import read_container, write_container
+from trtllm_kvmap.artifact.container import HEADER_KEY, read_container, write_container
 from trtllm_kvmap.artifact.fingerprint import Fingerprint
 from trtllm_kvmap.artifact.kvmap import FORMAT_VERSION, HeadGroup, KvMap
 from trtllm_kvmap.artifact.native import SinkEntry, TokenTable
-from trtllm_kvmap.errors import FormatError, MismatchError, NumericsError, UnprovenError
+from trtllm_kvmap.artifact.second import SecondTerm
+from trtllm_kvmap.errors import (
+    FormatError,
+    MismatchError,
+    NumericsError,
+    UnavailableError,
+    UnprovenError,
+)
 from trtllm_kvmap.spec.model import ModelSpec
 from trtllm_kvmap.spec.rope import RopeParams
 from trtllm_kvmap.spec.slices import Slice
@@ -75,13 +84,36 @@ def copy_map() -> KvMap:
     )
 
 
+def second_map() -> KvMap:
+    """Beside plain matrices: scaled weights, a low-rank group and a residual network."""
+    plain = make_map().groups
+    g = torch.Generator().manual_seed(1)
+    low_rank = SecondTerm(
+        torch.randn(16, 2, generator=g), torch.zeros(2), torch.randn(2, 4, generator=g), "identity"
+    )
+    scaled = replace(
+        plain[2], weight=plain[2].weight.to(torch.float8_e4m3fn), weight_scale=torch.rand(4) + 0.5
+    )
+    groups = (
+        replace(plain[0], weight=None, second=low_rank),
+        plain[1],
+        scaled,
+        replace(plain[3], second=replace(low_rank, activation="silu")),
+        *plain[4:],
+    )
+    return make_map(groups=groups)
+
+
 def pieces(kvmap: KvMap) -> tuple[Any, list[torch.Tensor]]:
     """Everything but the tensors, and the tensors, in a form that compares."""
-    tensors = [t for g in kvmap.groups for t in (g.weight, g.bias) if t is not None]
+    held = [t for g in kvmap.groups for t in (g.weight, g.bias, g.weight_scale)]
+    held += [t for g in kvmap.groups if g.second for t in astuple(g.second)[:3]]
+    tensors = [t.float() for t in held if t is not None]
     if kvmap.token_table:
         tensors += [kvmap.token_table.keys, kvmap.token_table.values]
     tensors += [t for sink in kvmap.sinks for t in (sink.keys, sink.values)]
-    groups = [replace(g, weight=None, bias=None) for g in kvmap.groups]
+    groups = [(g.field, g.layer, g.heads, g.slices) for g in kvmap.groups]
+    groups += [g.second.activation for g in kvmap.groups if g.second]
     plain = [
         getattr(kvmap, name)
         for name in (
@@ -97,7 +129,7 @@ def pieces(kvmap: KvMap) -> tuple[Any, list[torch.Tensor]]:
     return (plain, groups, [sink.token_ids for sink in kvmap.sinks]), tensors
 
 
-@pytest.mark.parametrize("make", [make_map, copy_map])
+@pytest.mark.parametrize("make", [make_map, copy_map, second_map])
 def test_a_map_comes_back_as_it_was(make: Callable[[], KvMap], tmp_path: Path) -> None:
     path, kvmap = tmp_path / "a.kvmap.safetensors", make()
     digest = kvmap.save(path)
@@ -111,6 +143,26 @@ def test_a_map_comes_back_as_it_was(make: Callable[[], KvMap], tmp_path: Path) -
     again = tmp_path / "b.kvmap.safetensors"
     assert found.save(again) == digest
     assert again.read_bytes() == path.read_bytes()
+
+
+def test_only_a_map_with_more_than_matrices_needs_the_newer_version(tmp_path: Path) -> None:
+    for make, version in ((make_map, 1), (copy_map, 1), (second_map, 2)):
+        make().save(tmp_path / "map")
+        with safe_open(tmp_path / "map", framework="pt") as file:
+            assert json.loads(file.metadata()[HEADER_KEY])["version"] == version
+
+
+def test_a_linear_second_term_multiplies_out() -> None:
+    low_rank, _, scaled, network, *_ = second_map().groups
+    x = torch.randn(5, 16)
+    weight, bias = low_rank.linear()
+    torch.testing.assert_close(
+        x @ weight + bias, low_rank.bias + (x @ low_rank.second.down) @ low_rank.second.up
+    )
+    weight, bias = scaled.linear()
+    torch.testing.assert_close(weight, scaled.weight.float() * scaled.weight_scale[None, :])
+    with pytest.raises(UnavailableError, match="activation silu"):
+        network.linear()
 
 
 def test_equal_maps_give_equal_bytes_and_other_maps_other_digests(tmp_path: Path) -> None:
@@ -200,6 +252,10 @@ def reading(*slices: Slice) -> Callable[[KvMap], dict[str, Any]]:
     return edited(0, slices=slices)
 
 
+def second(down: int = 16, up: int = 4, activation: str = "silu") -> SecondTerm:
+    return SecondTerm(torch.zeros(down, 2), torch.zeros(2), torch.zeros(2, up), activation)
+
+
 HERE = Slice("source", "key", 0, 0)
 UNSOUND: dict[str, tuple[Callable[[KvMap], dict[str, Any]], str]] = {
     "a head twice": (edited(1, heads=(0,)), "covers 7 of 8, with 1 twice"),
@@ -213,7 +269,16 @@ UNSOUND: dict[str, tuple[Callable[[KvMap], dict[str, Any]], str]] = {
     "a slice too few": (reading(HERE), r"weight of \(8, 4\)"),
     "a weight turned": (edited(0, weight=torch.zeros(4, 16)), r"got \(4, 16\)"),
     "a bias too short": (edited(0, bias=torch.zeros(3)), r"bias of \(4,\)"),
-    "a bias missing": (edited(0, bias=None), "got .* and None"),
+    "a bias missing": (edited(0, bias=None), r"lacks its bias of \(4,\)"),
+    "no weight and no second term": (edited(0, weight=None), "nor a second term"),
+    "a scale without float8": (edited(0, weight_scale=torch.ones(4)), "only there"),
+    "float8 without a scale": (
+        edited(0, weight=torch.zeros(16, 4).to(torch.float8_e4m3fn)),
+        "needs weight_scale",
+    ),
+    "an unknown activation": (edited(0, second=second(activation="relu")), "use one of identity"),
+    "a second term too narrow": (edited(0, second=second(down=15)), r"needs down float32 \(16, 2"),
+    "a second term turned": (edited(0, second=second(up=3)), r"needs up float32 \(2, 4"),
     "a copy of a wider head": (edited(0, weight=None, bias=None), "A copy needs one slice"),
     "no token table": (lambda _: {"token_table": None}, "no token table"),
     "a token table too short": (

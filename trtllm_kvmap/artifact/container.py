@@ -49,34 +49,35 @@ def write_container(
 
 
 def read_container(
-    path: str | Path, kind: str, version: int
+    path: str | Path, kind: str, newest: int
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """The content and tensors of ``path``. Raises FormatError unless kind, version and digest all
-    hold.
+    """The content and tensors of ``path``, of any version up to ``newest``. Raises FormatError
+    unless kind, version and digest all hold.
     """
     header, tensors = _read(Path(path))
-    content = _content(path, header, kind, version)
-    if _digest(kind, version, content, tensors) != header.get("digest"):
+    content = _content(path, header, kind, newest)
+    if _digest(kind, header["version"], content, tensors) != header.get("digest"):
         raise FormatError(
             f"{path} does not match its digest: it was edited or damaged. Fetch or write it again."
         )
     return content, tensors
 
 
-def read_content(path: str | Path, kind: str, version: int) -> dict[str, Any]:
+def read_content(path: str | Path, kind: str, newest: int) -> dict[str, Any]:
     """The content alone, without reading the tensors or proving the digest: to say what a file is
     before it is loaded.
     """
-    return _content(path, _read_header(Path(path)), kind, version)
+    return _content(path, _read_header(Path(path)), kind, newest)
 
 
-def _content(path: str | Path, header: dict[str, Any], kind: str, version: int) -> dict[str, Any]:
+def _content(path: str | Path, header: dict[str, Any], kind: str, newest: int) -> dict[str, Any]:
     if header.get("kind") != kind:
         raise FormatError(f"{path} is a {header.get('kind')!r} file; a {kind!r} file is needed.")
-    if header.get("version") != version:
+    version = header.get("version")
+    if type(version) is not int or not 1 <= version <= newest:
         raise FormatError(
-            f"{path} has format version {header.get('version')}; this package reads version "
-            f"{version}. Write it again with this package."
+            f"{path} has format version {version}; this package reads versions 1 to {newest}. "
+            f"Write it again with this package, or install a newer one."
         )
     content = header.get("content")
     if not isinstance(content, dict):

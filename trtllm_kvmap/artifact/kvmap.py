@@ -24,12 +24,21 @@ from trtllm_kvmap.artifact.record import (
     slices_from_json,
     slices_to_json,
 )
-from trtllm_kvmap.errors import FormatError, MismatchError, NumericsError, UnprovenError
+from trtllm_kvmap.artifact.second import SECOND_TENSORS, SecondTerm
+from trtllm_kvmap.errors import (
+    FormatError,
+    MismatchError,
+    NumericsError,
+    UnavailableError,
+    UnprovenError,
+)
 from trtllm_kvmap.spec.model import ModelSpec
 from trtllm_kvmap.spec.slices import FIELDS, Field, Slice
 
-FORMAT_VERSION = 1
+# Maps without second terms and scaled weights are written as version 1, which every reader knows.
+FORMAT_VERSION = 2
 KIND = "kvmap"
+FLOAT8 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +46,9 @@ class HeadGroup:
     """Target heads of one layer and field that read the same slices with one matrix.
 
     weight [sum of slice widths, len(heads) * target head_dim], columns head-major; bias [len(heads)
-    * head_dim]. ``weight is None`` is the identity (copy): one slice per head, in head order, of
-    the target's head_dim.
+    * head_dim]. A weight of float8_e4m3fn has ``weight_scale`` float32 [columns], one factor for
+    each. ``second`` is added to the result. A group without a bias is the identity (copy): one
+    slice per head, in head order, of the target's head_dim, and nothing else.
     """
 
     field: Field
@@ -47,6 +57,48 @@ class HeadGroup:
     slices: tuple[Slice, ...]
     weight: torch.Tensor | None
     bias: torch.Tensor | None
+    weight_scale: torch.Tensor | None = None
+    second: SecondTerm | None = None
+
+    @property
+    def copies(self) -> bool:
+        return self.bias is None
+
+    @property
+    def num_parameters(self) -> int:
+        tensors = self.weight, self.bias, self.weight_scale
+        held = sum(t.numel() for t in tensors if t is not None)
+        return held + (self.second.num_parameters if self.second else 0)
+
+    def matrix(self) -> torch.Tensor | None:
+        """The weight in float32, scales multiplied in; None for a copy and for a group that is its
+        second term alone.
+        """
+        if self.weight is None or self.weight_scale is None:
+            return None if self.weight is None else self.weight.float()
+        return self.weight.float() * self.weight_scale
+
+    def linear(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(weight, bias) in float32 of a group that is one matrix, a linear second term multiplied
+        out; None for a copy.
+
+        Raises UnavailableError for a second term that is no matrix.
+        """
+        if self.bias is None:
+            return None
+        weight, bias, second = self.matrix(), self.bias.float(), self.second
+        if second is not None:
+            if second.activation != "identity":
+                raise UnavailableError(
+                    f"The map's {self.field} of layer {self.layer} has a second term with the "
+                    f"activation {second.activation}, which only the backends reference and cpu "
+                    f"compute; use one of these, or a map without it."
+                )
+            product = second.down @ second.up
+            weight = product if weight is None else weight + product
+            bias = bias + second.offset @ second.up
+        assert weight is not None  # KvMap: a bias stands beside a weight or a second term
+        return weight, bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +129,7 @@ class KvMap:
 
     @property
     def num_parameters(self) -> int:
-        tensors = [t for g in self.groups for t in (g.weight, g.bias) if t is not None]
-        return sum(t.numel() for t in tensors)
+        return sum(group.num_parameters for group in self.groups)
 
     @property
     def reads_token_ids(self) -> bool:
@@ -110,17 +161,20 @@ class KvMap:
         tensors: dict[str, torch.Tensor] = {}
         index = []
         for number, group in enumerate(self.groups):
-            for name, tensor in (("weight", group.weight), ("bias", group.bias)):
-                if tensor is not None:
+            for name in ("weight", "bias", "weight_scale"):
+                if (tensor := getattr(group, name)) is not None:
                     tensors[f"group.{number}.{name}"] = tensor
-            index.append(
-                {
-                    "field": group.field,
-                    "layer": group.layer,
-                    "heads": list(group.heads),
-                    "slices": slices_to_json(group.slices),
-                }
-            )
+            entry: dict[str, Any] = {
+                "field": group.field,
+                "layer": group.layer,
+                "heads": list(group.heads),
+                "slices": slices_to_json(group.slices),
+            }
+            if group.second is not None:
+                entry["second"] = group.second.activation
+                for name in SECOND_TENSORS:
+                    tensors[f"group.{number}.second.{name}"] = getattr(group.second, name)
+            index.append(entry)
         tensors |= native_to_tensors(self.token_table, self.sinks)
         content = {
             **pair_to_json(self),
@@ -130,7 +184,8 @@ class KvMap:
             "fitted": self.fitted,
             "evidence": self.evidence,
         }
-        return write_container(path, KIND, FORMAT_VERSION, content, tensors)
+        newer = any(g.second is not None or g.weight_scale is not None for g in self.groups)
+        return write_container(path, KIND, 2 if newer else 1, content, tensors)
 
     @staticmethod
     def load(path: str | Path, *, allow_unproven: bool = False) -> KvMap:
@@ -211,24 +266,39 @@ class KvMap:
                 )
         width = sum(self.slice_width(s) for s in group.slices)
         out = len(group.heads) * self.target.head_dim
-        if group.weight is None:
-            if group.bias is not None or width != out or len(group.slices) != len(group.heads):
+        if group.copies:
+            beside = group.weight, group.weight_scale, group.second
+            if any(part is not None for part in beside):
+                raise FormatError(f"The map's {where} lacks its bias of {(out,)}; fit it again.")
+            if width != out or len(group.slices) != len(group.heads):
                 raise MismatchError(
                     f"A copy needs one slice of head_dim {self.target.head_dim} for each head; "
                     f"the {where} has "
                     f"{len(group.slices)} slices of {width} channels in all. Use the scope "
                     f"`slice` for unequal shapes."
                 )
-        elif (
-            tuple(group.weight.shape) != (width, out)
-            or group.bias is None
-            or tuple(group.bias.shape) != (out,)
+            return
+        wanted = {"weight": (width, out), "bias": (out,), "weight_scale": (out,)}
+        for name, shape in wanted.items():
+            tensor: torch.Tensor | None = getattr(group, name)
+            if tensor is not None and tuple(tensor.shape) != shape:
+                raise FormatError(
+                    f"The map's {where} needs a {name} of {shape}, got {tuple(tensor.shape)}."
+                )
+        if group.weight is None and group.second is None:
+            raise FormatError(
+                f"The map's {where} has a bias but neither a weight of {(width, out)} nor a second "
+                f"term; fit it again."
+            )
+        if (group.weight_scale is not None) != (
+            group.weight is not None and group.weight.dtype == FLOAT8
         ):
             raise FormatError(
-                f"The map's {where} needs a weight of {(width, out)} and a bias of {(out,)}, got "
-                f"{tuple(group.weight.shape)} and "
-                f"{None if group.bias is None else tuple(group.bias.shape)}."
+                f"The map's {where} needs weight_scale beside a float8_e4m3fn weight, and only "
+                f"there."
             )
+        if group.second is not None:
+            group.second.check(where, width, out)
 
 
 def _from_content(content: dict[str, Any], tensors: dict[str, torch.Tensor]) -> KvMap:
@@ -240,6 +310,8 @@ def _from_content(content: dict[str, Any], tensors: dict[str, torch.Tensor]) -> 
             slices=slices_from_json(entry["slices"]),
             weight=tensors.get(f"group.{number}.weight"),
             bias=tensors.get(f"group.{number}.bias"),
+            weight_scale=tensors.get(f"group.{number}.weight_scale"),
+            second=_second(number, entry, tensors),
         )
         for number, entry in enumerate(content["groups"])
     )
@@ -253,3 +325,12 @@ def _from_content(content: dict[str, Any], tensors: dict[str, torch.Tensor]) -> 
         sinks=sinks,
         evidence=content["evidence"],
     )
+
+
+def _second(
+    number: int, entry: dict[str, Any], tensors: dict[str, torch.Tensor]
+) -> SecondTerm | None:
+    if "second" not in entry:
+        return None
+    down, offset, up = (tensors[f"group.{number}.second.{name}"] for name in SECOND_TENSORS)
+    return SecondTerm(down, offset, up, entry["second"])

@@ -132,7 +132,7 @@ class CpuMapper:
 
 def _is_plain_copy(group: HeadGroup) -> bool:
     """Whether source keys become keys, or source values values, without a matrix."""
-    return group.weight is None and all(
+    return group.copies and all(
         s.origin == "source" and s.field == group.field for s in group.slices
     )
 

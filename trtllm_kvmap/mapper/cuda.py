@@ -175,10 +175,8 @@ def pack_map(kvmap: KvMap, dtype: torch.dtype, device: torch.device) -> PackedMa
         groups += group.heads
         for s in group.slices:
             groups += [_ORIGIN[s.origin], _FIELD[s.field], s.layer, s.head]
-    weights, biases = (
-        [_float_or_empty(getattr(group, name)) for group in kvmap.groups]
-        for name in ("weight", "bias")
-    )
+    linear = [group.linear() or (torch.empty(0), torch.empty(0)) for group in kvmap.groups]
+    weights, biases = ([t.cpu().contiguous() for t in each] for each in zip(*linear, strict=True))
     blob, layout = torch.ops.trtllm_kvmap.pack_map(
         _shape(kvmap.source), _shape(kvmap.target), groups, weights, biases, dtype
     )
@@ -187,10 +185,6 @@ def pack_map(kvmap: KvMap, dtype: torch.dtype, device: torch.device) -> PackedMa
 
 def _shape(spec: ModelSpec) -> list[int]:
     return [*spec.kv_shape, spec.rope.rotary_dim, int(spec.rope.interleaved)]
-
-
-def _float_or_empty(tensor: torch.Tensor | None) -> torch.Tensor:
-    return torch.empty(0) if tensor is None else tensor.float().cpu().contiguous()
 
 
 def _on(device: torch.device, indices: torch.Tensor) -> torch.Tensor:

@@ -64,14 +64,26 @@ class ReferenceMapper:
 
 def _copies_source_keys(group: HeadGroup) -> bool:
     """Whether this group copies keys to keys; under one rotation they then stay as they are."""
-    copy = group.weight is None and group.field == "key"
+    copy = group.copies and group.field == "key"
     return copy and all(s.origin == "source" and s.field == "key" for s in group.slices)
 
 
 def _product(group: HeadGroup, x: np.ndarray) -> np.ndarray:
-    if group.weight is None or group.bias is None:
+    """x W + b + a(x D + c) U, with W = stored weight times the scale of its column."""
+    if group.bias is None:
         return x
-    return np.asarray(x @ _float64(group.weight) + _float64(group.bias))
+    y = _float64(group.bias)
+    if group.weight is not None:
+        weight = _float64(group.weight)
+        if group.weight_scale is not None:
+            weight = weight * _float64(group.weight_scale)
+        y = y + x @ weight
+    if group.second is not None:
+        hidden = x @ _float64(group.second.down) + _float64(group.second.offset)
+        if group.second.activation == "silu":
+            hidden = hidden / (1.0 + np.exp(-hidden))
+        y = y + hidden @ _float64(group.second.up)
+    return np.asarray(y)
 
 
 def _pairs(table: RopeTable) -> tuple[np.ndarray, np.ndarray]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from trtllm_kvmap.artifact.kvmap import HeadGroup, KvMap
+from trtllm_kvmap.artifact.second import SecondTerm
 from trtllm_kvmap.spec.slices import Slice
 
 Columns = tuple[int, int]  # first, one past the last
@@ -32,10 +33,20 @@ class Band:
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
-    """outputs[:, output] = bias + sum over ``parts`` of inputs[:, part] @ weight.
+class Second:
+    """A group's second term, with the columns it reads (in the group's own order) and adds to."""
 
-    The weight of a part is float32 [columns of the part, columns of output]. Without weights the
+    term: SecondTerm
+    parts: tuple[Columns, ...]
+    output: Columns
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """outputs[:, output] = bias + sum over ``parts`` of inputs[:, part] @ weight, + the second
+    terms.
+
+    The weight of a part is float32 [columns of the part, columns of output]. Without a bias the
     parts are laid side by side as they are: a copy.
     """
 
@@ -43,15 +54,22 @@ class Product:
     weights: tuple[torch.Tensor, ...]
     bias: torch.Tensor | None
     output: Columns
+    seconds: tuple[Second, ...] = ()
 
     def run(self, inputs: torch.Tensor, outputs: torch.Tensor) -> None:
         y = outputs[:, slice(*self.output)]
         if self.bias is None:
             torch.cat([inputs[:, slice(*part)] for part in self.parts], dim=1, out=y)
             return
-        total = self.bias
-        for part, weight in zip(self.parts, self.weights, strict=True):
-            total = torch.addmm(total, inputs[:, slice(*part)], weight, out=y)
+        if self.weights:
+            total = self.bias
+            for part, weight in zip(self.parts, self.weights, strict=True):
+                total = torch.addmm(total, inputs[:, slice(*part)], weight, out=y)
+        else:
+            y.copy_(self.bias.expand_as(y))
+        for second in self.seconds:
+            x = torch.cat([inputs[:, slice(*part)] for part in second.parts], dim=1)
+            outputs[:, slice(*second.output)] += second.term.run(x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +93,18 @@ class Schedule:
 
 def make_schedule(kvmap: KvMap, groups: Iterable[HeadGroup], device: torch.device) -> Schedule:
     """Lay out ``groups``: those of one field that read the same slices become one wide product."""
-    alike: dict[tuple[str, tuple[Slice, ...], bool], list[HeadGroup]] = {}
+    alike: dict[tuple[str, tuple[Slice, ...], bool, bool], list[HeadGroup]] = {}
     for group in sorted(groups, key=lambda g: (g.field, g.layer, g.heads)):
-        copied = group.weight is None
-        slices = group.slices if copied else tuple(sorted(group.slices))
-        alike.setdefault((group.field, slices, copied), []).append(group)
+        slices = group.slices if group.copies else tuple(sorted(group.slices))
+        key = group.field, slices, group.copies, group.weight is None
+        alike.setdefault(key, []).append(group)
 
     # Slices sort by origin, field, layer, head: source keys, source values, own keys, own values.
-    read = sorted({s for _, slices, _ in alike for s in slices})
+    read = sorted({s for _, slices, _, _ in alike for s in slices})
     columns = _columns(read, kvmap)
     products: list[Product] = []
     written: list[Slice] = []
-    for (_, slices, copied), members in alike.items():
+    for (_, slices, copied, _), members in alike.items():
         start = len(written) * kvmap.target.head_dim
         written += [Slice("target", g.field, g.layer, head) for g in members for head in g.heads]
         output = start, len(written) * kvmap.target.head_dim
@@ -94,8 +112,7 @@ def make_schedule(kvmap: KvMap, groups: Iterable[HeadGroup], device: torch.devic
             parts = _joined([columns[s] for s in slices * len(members)])
             products.append(Product(parts, (), None, output))
         else:
-            parts = _joined([columns[s] for s in slices])
-            products.append(_multiplied(kvmap, members, parts, output, device))
+            products.append(_multiplied(kvmap, members, columns, output, device))
     out_columns = _columns(written, kvmap)
     sources = [columns[s] for s in read if s.origin == "source"]
     keys = [columns[s] for s in read if s.origin == "source" and s.field == "key"]
@@ -115,24 +132,47 @@ def make_schedule(kvmap: KvMap, groups: Iterable[HeadGroup], device: torch.devic
 def _multiplied(
     kvmap: KvMap,
     groups: Sequence[HeadGroup],
-    parts: tuple[Columns, ...],
+    columns: dict[Slice, Columns],
     output: Columns,
     device: torch.device,
 ) -> Product:
     # One group in sorted order is used where it lies: a large map is not held twice.
-    weights = [_rows_in_order(kvmap, group) for group in groups]
-    weight = (weights[0] if len(weights) == 1 else torch.cat(weights, dim=1)).to(device)
+    weights = [w for group in groups if (w := _rows_in_order(kvmap, group)) is not None]
+    parts = _joined([columns[s] for s in sorted(groups[0].slices)]) if weights else ()
+    if weights:
+        weight = (weights[0] if len(weights) == 1 else torch.cat(weights, dim=1)).to(device)
+        weights = list(torch.split(weight, [b - a for a, b in parts]))
     bias = torch.cat([group.bias.float() for group in groups if group.bias is not None]).to(device)
-    return Product(parts, torch.split(weight, [b - a for a, b in parts]), bias, output)
+    seconds = _seconds(kvmap, groups, columns, output, device)
+    return Product(parts, tuple(weights), bias, output, seconds)
 
 
-def _rows_in_order(kvmap: KvMap, group: HeadGroup) -> torch.Tensor:
+def _seconds(
+    kvmap: KvMap,
+    groups: Sequence[HeadGroup],
+    columns: dict[Slice, Columns],
+    output: Columns,
+    device: torch.device,
+) -> tuple[Second, ...]:
+    seconds, start = [], output[0]
+    for group in groups:
+        stop = start + len(group.heads) * kvmap.target.head_dim
+        if group.second is not None:
+            parts = _joined([columns[s] for s in group.slices])
+            seconds.append(Second(group.second.to(device), parts, (start, stop)))
+        start = stop
+    return tuple(seconds)
+
+
+def _rows_in_order(kvmap: KvMap, group: HeadGroup) -> torch.Tensor | None:
     """The weight in float32, its row blocks in the order in which slices sort."""
-    assert group.weight is not None
-    blocks = torch.split(group.weight.float(), [kvmap.slice_width(s) for s in group.slices])
+    weight = group.matrix()
+    if weight is None:
+        return None
+    blocks = torch.split(weight, [kvmap.slice_width(s) for s in group.slices])
     order = sorted(range(len(blocks)), key=lambda index: group.slices[index])
     if order == list(range(len(blocks))):
-        return group.weight.float()
+        return weight
     return torch.cat([blocks[index] for index in order])
 
 
