@@ -113,6 +113,26 @@ def fork(cache: HfCache, entries: int | None = None) -> HfCache:
     return forked
 
 
+def keep_entries(cache: HfCache, kept: torch.Tensor) -> HfCache:
+    """A second cache of the entries that ``kept`` (bool [batch, entries]) marks, in their order; a
+    row that keeps fewer than another stands behind zeros.
+
+    When every row keeps the same first entries this is a fork, and nothing is copied. Otherwise the
+    entries move, and the record of written_lengths is lost.
+    """
+    longest = int(kept.sum(-1).max())
+    if bool(kept[:, :longest].all()):
+        return fork(cache, longest)
+    order = kept.long().argsort(dim=-1, stable=True)[:, kept.shape[1] - longest :]
+    empty = ~kept.gather(1, order)[:, None, :, None]
+    compacted, pool = DynamicCache(), view_pool(cache)
+    for keys, values in zip(pool.keys, pool.values, strict=True):
+        chosen = order[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[3])
+        moved = (part.gather(2, chosen).masked_fill_(empty, 0) for part in (keys, values))
+        compacted.layers.append(_layer(*moved))
+    return compacted
+
+
 def take_span(cache: HfCache, span: range) -> KvPool:
     """A copy of the entries of ``span``, as a pool with one block per sequence."""
     pool = view_pool(cache)
@@ -141,6 +161,36 @@ def put_span(cache: HfCache, first: int, taken: KvPool) -> None:
         )
     for here, there in zip(pool.keys + pool.values, taken.keys + taken.values, strict=True):
         here[:, :, span.start : span.stop].copy_(there)
+
+
+def put_cache(cache: HfCache, taken: HfCache) -> None:
+    """Write all entries of ``taken`` over the first ones of ``cache``, with the record of how they
+    were rotated. Raises as put_span; an empty ``taken`` writes nothing.
+    """
+    if num_entries(taken):
+        put_span(cache, 0, view_pool(taken))
+        _passes(cache).extend(_passes(taken))
+
+
+def join(head: HfCache, cache: HfCache) -> HfCache:
+    """A new cache: all entries of ``head``, then those of ``cache`` beyond. Neither changes."""
+    entries, end = num_entries(head), num_entries(cache)
+    if entries >= end:
+        return fork(head)
+    joined, here, there = DynamicCache(), view_pool(head), view_pool(cache)
+    for layer in range(len(there.keys)):
+        keys, values = (
+            torch.cat([mine[layer], other[layer][:, :, entries:]], dim=2)
+            for mine, other in ((here.keys, there.keys), (here.values, there.values))
+        )
+        joined.layers.append(_layer(keys, values))
+    _passes(joined).extend(_passes(head))
+    _passes(joined).extend(
+        Pass(max(p.first, entries), p.last, p.rope_length)
+        for p in _passes(cache)
+        if p.last > entries
+    )
+    return joined
 
 
 def record_pass(cache: HfCache, written: Pass) -> None:
