@@ -41,6 +41,7 @@ FLOORS = {
 ALLOWED = {("models", "artifact")}
 DOORS = {
     "transformers": ("models.py", "calibrate/capture.py", "inject/hf_cache.py"),
+    "vllm": ("inject/vllm/",),
     "tensorrt_llm": ("inject/trtllm/host.py", "engine/"),
 }
 

@@ -70,6 +70,11 @@ def read_content(path: str | Path, kind: str, newest: int) -> dict[str, Any]:
     return _content(path, _read_header(Path(path)), kind, newest)
 
 
+def read_digest(path: str | Path) -> str:
+    """What write_container returned when it wrote ``path``; the tensors are not read."""
+    return str(_read_header(Path(path)).get("digest"))
+
+
 def _content(path: str | Path, header: dict[str, Any], kind: str, newest: int) -> dict[str, Any]:
     if header.get("kind") != kind:
         raise FormatError(f"{path} is a {header.get('kind')!r} file; a {kind!r} file is needed.")

@@ -125,23 +125,13 @@ class HandoffScheduler:
             tracked.loaded = last
         return tuple(orders)
 
+    def declined(self, request_id: str, reason: str) -> None:
+        """The engine will compute the tokens that match() named after all."""
+        self._fall_back(request_id, reason)
+
     def failed(self, load: FailedLoad) -> None:
         """The worker could not fill these blocks, and the engine will compute their tokens."""
-        tracked = self._tracked.get(load.request_id)
-        if tracked is None:
-            return
-        if not tracked.status.already_approximate and not self._shares(tracked):
-            tracked.exact = len(tracked.token_ids)
-            self._provenance.retract(tracked.salt or "", tracked.token_ids)
-        tracked.status = replace(
-            tracked.status,
-            state="fallback_reprefill",
-            reason=load.reason,
-            spliced=0,
-            sink=0,
-            mapped=0,
-            sink_missed=0,
-        )
+        self._fall_back(load.request_id, load.reason)
 
     def status(self, request_id: str) -> HandoffStatus | None:
         """None for a request that has nothing to do with a hand-over."""
@@ -259,6 +249,23 @@ class HandoffScheduler:
                 f"there is no whole block of {self._tokens_per_block} to map"
             )
         tracked.status = replace(status, state="fallback_reprefill", reason=reason)
+
+    def _fall_back(self, request_id: str, reason: str) -> None:
+        tracked = self._tracked.get(request_id)
+        if tracked is None:
+            return
+        if not tracked.status.already_approximate and not self._shares(tracked):
+            tracked.exact = len(tracked.token_ids)
+            self._provenance.retract(tracked.salt or "", tracked.token_ids)
+        tracked.status = replace(
+            tracked.status,
+            state="fallback_reprefill",
+            reason=reason,
+            spliced=0,
+            sink=0,
+            mapped=0,
+            sink_missed=0,
+        )
 
     def _note(self, tracked: _Tracked, token_ids: Sequence[int]) -> None:
         if tracked.salt:
