@@ -82,5 +82,5 @@ def test_temperature_divides_the_logits() -> None:
 def test_a_temperature_that_means_nothing_is_refused(
     temperature: float, random_model: object
 ) -> None:
-    with pytest.raises(InputError, match="0 .always the best token. or a positive number"):
+    with pytest.raises(InputError, match=r"0 \(always the best token\) or a positive number"):
         generate(random_model(), None, torch.zeros(5), 3, temperature=temperature)  # type: ignore[operator, arg-type]

@@ -72,5 +72,5 @@ def test_bounds_and_confidence_are_checked() -> None:
     for bounds in ((0, 4), (5, 4)):
         with pytest.raises(InputError, match="1 <= shortest <= longest"):
             DraftLength(*bounds)
-    with pytest.raises(InputError, match="probability from 0 to 1, got 1.5"):
+    with pytest.raises(InputError, match=r"probability from 0 to 1, got 1\.5"):
         DraftLength(confidence=1.5)
