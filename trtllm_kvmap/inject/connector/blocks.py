@@ -54,6 +54,9 @@ class SourceBlocks(Protocol):
     def done(self, salt: str) -> None:
         """No request will ask for this hand-over again; unknown salts are ignored."""
 
+    def salts(self) -> tuple[str, ...]:
+        """The hand-overs held now; an engine may tell its connector only a hash of a salt."""
+
 
 class InProcessBlocks:
     """SourceBlocks for a source and a target in one process: references, no copies. Thread-safe."""
@@ -106,3 +109,7 @@ class InProcessBlocks:
     def done(self, salt: str) -> None:
         with self._lock:
             self._held.pop(salt, None)
+
+    def salts(self) -> tuple[str, ...]:
+        with self._lock:
+            return tuple(self._held)
