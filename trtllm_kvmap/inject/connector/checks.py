@@ -41,9 +41,11 @@ class HostReport:
 DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn")
 
 
-def refusals(report: HostReport, kvmap: KvMap) -> Iterator[str]:
-    """One sentence for everything that forbids to map into this host."""
-    if report.kv_shape != kvmap.target.kv_shape:
+def refusals(report: HostReport, kvmap: KvMap | None) -> Iterator[str]:
+    """One sentence for everything that forbids to map into this host, or, without a map, to export
+    from it.
+    """
+    if kvmap is not None and report.kv_shape != kvmap.target.kv_shape:
         yield (
             f"its pool holds (layers, KV heads, head_dim) = {report.kv_shape}, the map writes "
             f"{kvmap.target.kv_shape}: give the map of this target"
@@ -77,7 +79,7 @@ def refusals(report: HostReport, kvmap: KvMap) -> Iterator[str]:
         yield "host offload of blocks is on, so block ids are not places in the pool: turn it off"
     if set(report.windows) != {None}:
         yield f"attention windows are {report.windows}: a map needs full attention in every layer"
-    if kvmap.target.rope.length_dependent:
+    if kvmap is not None and kvmap.target.rope.length_dependent:
         yield (
             f"the target has {kvmap.target.rope.kind} RoPE, whose frequencies follow each "
             f"sequence's length, and engines keep one table: use the hf lane"
