@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trtllm_kvmap.errors import InputError
-from trtllm_kvmap.spec.plan import HandoffPlan, plan_handoff
+from trtllm_kvmap.spec.plan import HandoffPlan, RepairCost, chunk_boundaries, plan_handoff
 
 sizes = st.integers(0, 300)
 
@@ -66,3 +66,50 @@ def test_a_usual_prompt() -> None:
 def test_contradictory_counts_are_refused(counts: dict[str, int], message: str) -> None:
     with pytest.raises(InputError, match=message):
         plan_handoff(**counts)
+
+
+@given(data=st.data(), num_tokens=st.integers(1, 80), first=st.integers(0, 9), repair=sizes)
+@settings(deadline=None, max_examples=200)
+def test_selected_tokens_fill_the_budget_best_first(
+    data: st.DataObject, num_tokens: int, first: int, repair: int
+) -> None:
+    plan = plan_handoff(num_tokens, first_tokens=first, repair_window=repair)
+    ranked = data.draw(st.lists(st.integers(0, num_tokens - 1), max_size=40))
+    budget = data.draw(st.integers(plan.num_computed, num_tokens + 9))
+    chosen = plan.with_selected(ranked, budget)
+    assert chosen.contiguous == plan
+    wanted = []
+    for token in ranked:
+        if (
+            token in plan.mapped
+            and token not in wanted
+            and plan.num_computed + len(wanted) < budget
+        ):
+            wanted.append(token)
+    assert list(chosen.selected) == sorted(wanted)
+    assert chosen.num_computed == len(plan.first) + len(plan.repaired) + len(wanted) <= budget
+
+
+def test_a_selection_that_cannot_be_is_refused() -> None:
+    plan = plan_handoff(100, first_tokens=4, repair_window=32)
+    with pytest.raises(InputError, match="Token 100 was selected; the prompt has the tokens 0 to"):
+        plan.with_selected([5, 100], 50)
+    with pytest.raises(InputError, match="budget is 35 tokens, but the plan computes 36"):
+        plan.with_selected([5], 35)
+
+
+def test_milliseconds_become_tokens() -> None:
+    cost = RepairCost(pass_ms=4.0, token_ms=0.25)
+    assert [cost.max_computed(ms) for ms in (0.0, 4.0, 4.49, 4.5, 14.1)] == [1, 1, 1, 2, 40]
+    for wrong in ((-1.0, 1.0), (1.0, 0.0)):
+        with pytest.raises(InputError, match="measure a pass of few and of many"):
+            RepairCost(*wrong)
+
+
+def test_chunk_boundaries_come_heads_first() -> None:
+    assert chunk_boundaries(20, 8) == [8, 16]
+    assert chunk_boundaries(18, 8, 3) == [8, 16, 9, 17, 10]
+    assert chunk_boundaries(3, 1, 2) == [1, 2]
+    assert chunk_boundaries(8, 8) == []
+    with pytest.raises(InputError, match="tokens_per_chunk must be at least 1"):
+        chunk_boundaries(20, 0)

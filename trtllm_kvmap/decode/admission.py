@@ -59,6 +59,16 @@ def _check_plan(plan: HandoffPlan, prompt: Prompt) -> None:
             "Nothing can be spliced into a padded batch, because its rows begin at different "
             "columns; plan with spliced=0, or hand the rows over one by one."
         )
+    if list(plan.selected) != sorted({*plan.selected} & {*plan.mapped}):
+        raise InputError(
+            f"The plan selects the tokens {list(plan.selected)[:8]}, which must be ascending and "
+            f"mapped ({plan.mapped.start}-{plan.mapped.stop}); select with plan.with_selected."
+        )
+    if plan.selected and prompt.padded:
+        raise InputError(
+            "No token can be selected in a padded batch, because its rows begin at different "
+            "columns; use plan.contiguous, or hand the rows over one by one."
+        )
 
 
 def _check_cache(

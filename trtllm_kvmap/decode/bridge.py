@@ -13,8 +13,8 @@ from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.decode.admission import check_request
 from trtllm_kvmap.decode.columns import mapped_span, place_own
 from trtllm_kvmap.decode.first import add_first
-from trtllm_kvmap.decode.prefill import prefill
 from trtllm_kvmap.decode.prompt import Prompt, TokenIds
+from trtllm_kvmap.decode.repair import repair
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.inject.hf_cache import (
     HfCache,
@@ -122,13 +122,7 @@ class KvBridge:
         seconds = _stopwatch()
         cache, sink_tokens = self._fill(prompt, plan, source_cache, target_cache, length, seconds)
         with _timed(seconds, "repair"):
-            logits = prefill(
-                self.target,
-                prompt.token_ids[:, plan.repaired.start :],
-                cache,
-                attention_mask=prompt.mask if prompt.padded else None,
-                logits_to_keep=1,
-            ).logits[:, -1]
+            logits = repair(self.target, prompt, plan, cache)[:, -1]
         return Handoff(cache, logits[0] if prompt.single else logits, plan, sink_tokens, seconds)
 
     def _fill(

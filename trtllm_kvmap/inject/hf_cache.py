@@ -10,6 +10,7 @@ sliding-window, static, quantised and hybrid caches are refused.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -193,6 +194,16 @@ def join(head: HfCache, cache: HfCache) -> HfCache:
     return joined
 
 
+def overwrite_with_last(cache: HfCache, entries: Sequence[int]) -> None:
+    """Move the last ``len(entries)`` entries over ``entries``, in order, and drop them from the
+    end.
+    """
+    pool, columns = view_pool(cache), list(entries)
+    for view in pool.keys + pool.values:
+        view[:, :, columns] = view[:, :, view.shape[2] - len(columns) :]
+    cache.crop(-len(columns))
+
+
 def record_pass(cache: HfCache, written: Pass) -> None:
     """Note with which RoPE frequencies entries were written; see written_lengths."""
     _passes(cache).append(written)
@@ -208,6 +219,11 @@ def written_lengths(cache: HfCache, span: range) -> list[int] | None:
     touching = [p for p in _passes(cache) if p.first < span.stop and p.last > span.start]
     known = {entry for p in touching for entry in range(p.first, p.last)}
     return None if set(span) - known else [p.rope_length for p in touching]
+
+
+def recorded_passes(cache: HfCache) -> tuple[Pass, ...]:
+    """Everything record_pass has noted, to be written down with the cache."""
+    return tuple(_passes(cache))
 
 
 def _passes(cache: HfCache) -> list[Pass]:
