@@ -117,8 +117,10 @@ def test_a_switch_is_the_handover_put_together_by_hand(random_model: Callable) -
         assert torch.equal(pool.keys[layer][:, :, :71], keys)
 
 
-def test_what_was_mapped_is_never_spliced(random_model: Callable) -> None:
-    """b was handed tokens 1 to 39 approximately, so when it comes back only token 0 is its own."""
+def test_what_a_model_holds_is_kept_and_only_the_rest_is_mapped(random_model: Callable) -> None:
+    """b was handed tokens 1 to 39 mapped, so from token 1 on it is approximate for good; what it
+    has is kept all the same, and no token is ever mapped to it twice.
+    """
     first, second = random_model(seed=0), random_model(seed=1)
     session = Session({"a": first, "b": second}, bridges_between(first, second))
     session.add(tokens(60))
@@ -127,12 +129,25 @@ def test_what_was_mapped_is_never_spliced(random_model: Callable) -> None:
     session.generate(15)
     back = session.switch("a", repair_window=4)
     assert (back.plan.spliced, back.plan.mapped) == (range(0, 71), range(71, 83))
+    exact = [keys[:, :, :71].clone() for keys in view_pool(back.cache).keys]
     session.generate(10)
+    before = [keys.clone() for keys in view_pool(session.held["b"].cache).keys]
     again = session.switch("b", repair_window=4)
-    assert (again.plan.spliced, again.plan.first) == (range(0, 1), range(1, 1))
-    assert again.plan.mapped == range(1, 93)
+    assert (again.plan.spliced, again.plan.mapped) == (range(0, 86), range(86, 93))
+    for here, there in zip(view_pool(again.cache).keys, before, strict=True):
+        assert torch.equal(here[:, :, :86], there)
+    assert session.held["b"].mapped == (range(1, 40), range(86, 93))
+    assert (session.held["b"].exact, session.held["a"].exact) == (1, 71)
     session.generate(10)
-    assert session.switch("a", repair_window=4).plan.spliced == range(0, 71)
+    final = session.switch("a", repair_window=4)
+    for here, there in zip(view_pool(final.cache).keys, exact, strict=True):
+        assert torch.equal(here[:, :, :71], there)
+    assert [(hop.kept, hop.exact, hop.mapped) for hop in session.hops] == [
+        (0, 0, 39),
+        (71, 71, 12),
+        (86, 1, 7),
+        (96, 71, 7),
+    ]
 
 
 def test_the_target_reads_what_the_source_has_not(random_model: Callable) -> None:
@@ -146,6 +161,7 @@ def test_the_target_reads_what_the_source_has_not(random_model: Callable) -> Non
     )
     session.generate(4)
     # All b has is exact now, so nothing is lost on the way to a and back.
+    assert (session.held["b"].exact, session.held["b"].mapped) == (33, ())
     session.switch("a", repair_window=4)
     assert session.switch("b", repair_window=4).plan.spliced == range(0, 33)
 

@@ -9,39 +9,50 @@ import torch
 
 from trtllm_kvmap.decode.bridge import Handoff, KvBridge
 from trtllm_kvmap.decode.generate import generate
+from trtllm_kvmap.decode.held import Held, after_handoff
+from trtllm_kvmap.decode.hop import Hop, HopGuard, Verdict
+from trtllm_kvmap.decode.mirror import Mirror
 from trtllm_kvmap.decode.prefill import prefill
+from trtllm_kvmap.decode.prompt import require_room
+from trtllm_kvmap.decode.upgrade import first_disagreement, upgrade_chunk
 from trtllm_kvmap.errors import InputError
-from trtllm_kvmap.inject.hf_cache import HfCache, empty_cache, fork, num_entries
+from trtllm_kvmap.inject.hf_cache import HfCache, empty_cache, fork
 from trtllm_kvmap.models import LoadedModel
-from trtllm_kvmap.spec.plan import plan_handoff
+from trtllm_kvmap.spec.plan import HandoffPlan, plan_handoff
 
 
-@dataclass(slots=True)
-class _Held:
-    """One model's cache of the conversation, and the logits after its last token where known.
-
-    The first token that was mapped, ``mapped_from``, makes it and everything read after it
-    approximate; what lies before it is exact and can be spliced.
+@dataclass(frozen=True, slots=True)
+class Upgrade:
+    """How many entries of the active model are approximate still, and the emitted tokens that were
+    withdrawn because the model, reading exactly, said something else.
     """
 
-    cache: HfCache
-    logits: torch.Tensor | None = None
-    mapped_from: int | None = None
-
-    @property
-    def exact(self) -> int:
-        return num_entries(self.cache) if self.mapped_from is None else self.mapped_from
+    approximate: int
+    withdrawn: tuple[int, ...] = ()
 
 
 class Session:
     """One conversation over ``models``, which share a tokenizer; the first of them begins.
 
-    ``bridges`` say which hand-overs are possible. A model that comes back keeps what it had read
-    itself and is given only the rest. Raises InputError for a bridge between models that are not
-    of the conversation.
+    ``bridges`` say which hand-overs are possible. Promises: a model that comes back keeps every
+    entry it had, and only what it has not seen is mapped, so no entry is ever mapped twice and maps
+    do not compound; what it had read itself before anything was mapped stays exact, bit for bit.
+
+    ``max_mapped_tokens`` bounds the mapped entries of all models together: a switch that would go
+    beyond it lets the target read for real instead. ``guard`` may object to a switch, with the same
+    effect. Either is said in ``hops``, the record of all switches.
+
+    Raises InputError for a bridge between models that are not of the conversation.
     """
 
-    def __init__(self, models: Mapping[str, LoadedModel], bridges: Sequence[KvBridge]) -> None:
+    def __init__(
+        self,
+        models: Mapping[str, LoadedModel],
+        bridges: Sequence[KvBridge],
+        *,
+        guard: HopGuard | None = None,
+        max_mapped_tokens: int | None = None,
+    ) -> None:
         if not models:
             raise InputError("A conversation needs at least one model.")
         self.models, self.bridges = dict(models), list(bridges)
@@ -52,9 +63,18 @@ class Session:
                         f"A bridge ends at {end.name}, which is none of the conversation's models "
                         f"({', '.join(self.models)}); give it the same loaded models."
                     )
+        self.guard, self.max_mapped_tokens = guard, max_mapped_tokens
         self.active = next(iter(self.models))
         self.token_ids: list[int] = []
-        self._held: dict[str, _Held] = {}
+        self.reply = range(0)
+        self.held: dict[str, Held] = {}
+        self.hops: list[Hop] = []
+        self._mirrors: dict[str, Mirror] = {}
+
+    @property
+    def mapped_tokens(self) -> int:
+        """The mapped entries that the caches of all models hold now."""
+        return sum(held.mapped_tokens for held in self.held.values())
 
     def add(self, text: str | Sequence[int]) -> None:
         """Append text or token ids to the conversation. Nothing is read before generate."""
@@ -63,49 +83,159 @@ class Session:
     def generate(self, max_new_tokens: int, *, eos_token_ids: Collection[int] = ()) -> list[int]:
         """The active model's greedy reply, token ids, appended to the conversation."""
         self._require_tokens()
-        loaded, held, logits = self.models[self.active], self._held_now(), self._read()
+        loaded, begin = self.models[self.active], len(self.token_ids)
+        require_room(loaded, begin + max_new_tokens)
+        held, logits = self._read()
         cache = fork(held.cache)  # so that an interruption leaves the conversation as it was
-        reply = generate(loaded, cache, logits, max_new_tokens, eos_token_ids=eos_token_ids)
-        held.cache, held.logits = cache, None
-        self.token_ids.extend(reply)
-        return reply
+        said = list(self.token_ids)
+        block = min((m.tokens_per_block for m in self._mirrors.values()), default=max_new_tokens)
+        while True:
+            left = begin + max_new_tokens - len(said)
+            said += generate(loaded, cache, logits, min(block, left), eos_token_ids=eos_token_ids)
+            self._follow(cache, said)
+            if len(said) == begin + max_new_tokens or said[-1] in eos_token_ids:
+                break
+            logits = prefill(loaded, said[-1:], cache, logits_to_keep=1).logits[-1]
+        self.held[self.active] = held.read_on(cache)
+        # Another call without anything added goes on with the same reply.
+        self.reply = range(self.reply.start if self.reply.stop == begin else begin, len(said))
+        self.token_ids = said
+        return said[begin:]
+
+    def mirror(self, to: str, *, first_tokens: int = 1, tokens_per_block: int = 32) -> None:
+        """Keep the model ``to`` in hot standby (decode.mirror): each block that the active model
+        fills is mapped for it at once, so that a switch there costs only the repair. Ends when the
+        conversation changes models. Raises InputError when no bridge leads there.
+        """
+        bridge, held = self._bridge(to), self.held.get(to)
+        self._mirrors[to] = Mirror(
+            bridge,
+            None if held is None else held.cache,
+            first_tokens=first_tokens,
+            tokens_per_block=tokens_per_block,
+        )
+        if self.active in self.held:
+            self._follow(self.held[self.active].cache, self.token_ids)
 
     def switch(self, to: str, *, first_tokens: int = 1, repair_window: int = 32) -> Handoff:
         """Hand the conversation over to the model ``to``, which becomes the active one.
 
-        Spliced: what ``to`` has read exactly. Repaired: the last ``repair_window`` tokens, and all
-        that the active model has not read. Raises InputError when no bridge leads there or nothing
-        has been said; the active model then stays.
+        Spliced: what ``to`` holds. Repaired: the last ``repair_window`` tokens, and all that the
+        active model has not read. Raises InputError when no bridge leads there or nothing has been
+        said; the active model then stays.
         """
         self._require_tokens()
-        bridge = self._bridge(to)
-        source, target = self._held_now(), self._held.get(to)
-        count = len(self.token_ids)
+        bridge, before = self._bridge(to), self.held.get(to)
+        source = self.held.get(self.active) or Held(empty_cache(), 0)
         plan = plan_handoff(
-            count,
-            spliced=0 if target is None else target.exact,
+            len(self.token_ids),
+            spliced=before.entries if before else 0,
             first_tokens=first_tokens,
-            repair_window=max(repair_window, count - num_entries(source.cache)),
+            repair_window=max(repair_window, len(self.token_ids) - source.entries),
         )
-        handoff = bridge.hand_over(
-            source.cache, self.token_ids, plan, None if target is None else target.cache
+        verdict, reason = None, self._over_budget(plan)
+        if not reason:
+            mirror = self._mirrors.get(to)
+            if mirror is not None:
+                handoff = mirror.hand_over(source.cache, self.token_ids, plan)
+            else:
+                given = before.cache if before else None
+                handoff = bridge.hand_over(source.cache, self.token_ids, plan, given)
+            verdict, reason = self._judge(bridge, source, handoff)
+        if reason:
+            before = before.cut(before.exact) if before else None
+            handoff = self._read_for_real(bridge, source, before)
+        self.held[to] = after_handoff(before, handoff.plan, handoff.cache, handoff.logits)
+        self.hops.append(
+            Hop(
+                source=self.active,
+                target=to,
+                num_tokens=len(self.token_ids),
+                kept=len(handoff.plan.spliced),
+                exact=min(before.exact, len(handoff.plan.spliced)) if before else 0,
+                mapped=len(handoff.plan.mapped),
+                outcome="fallback_reprefill" if reason else "applied",
+                reason=reason,
+                drift=None if verdict is None else verdict.drift,
+            )
         )
-        mapped_from = plan.mapped.start if plan.mapped else None
-        self._held[to] = _Held(handoff.cache, handoff.logits, mapped_from)
-        self.active = to
+        self.active, self.reply = to, range(0)
+        self._mirrors.clear()
         return handoff
 
-    def _held_now(self) -> _Held:
-        return self._held.setdefault(self.active, _Held(empty_cache()))
+    def upgrade(self, *, chunk_tokens: int = 128, verify: bool = False) -> Upgrade:
+        """Spend one idle chunk on making the active model's cache exact (decode.upgrade).
 
-    def _read(self) -> torch.Tensor:
-        """The logits after the last token, once the active model has read what it had not."""
-        held = self._held_now()
-        unread = self.token_ids[num_entries(held.cache) :]
-        if unread or held.logits is None:
-            last = prefill(self.models[self.active], unread, fork(held.cache), logits_to_keep=1)
-            held.cache, held.logits = last.cache, last.logits[-1]
-        return held.logits
+        Call it until ``approximate`` is 0; replies may be generated in between. With ``verify`` the
+        reply so far is held against what the model says once it reads exactly: from the first
+        token that differs on it is withdrawn, the model's own token stands there instead, and the
+        cache is exact. Only a reply that ends the conversation is verified; one that has been
+        answered stands.
+        """
+        held = self.held.get(self.active)
+        if held is None or not held.approximate:
+            return Upgrade(0)
+        loaded = self.models[self.active]
+        done = upgrade_chunk(loaded, held, self.token_ids, chunk_tokens=chunk_tokens)
+        for mirror in self._mirrors.values():
+            mirror.cut(done.chunk.start)
+        emitted = self.reply if verify and self.reply.stop == len(self.token_ids) else range(0)
+        found = first_disagreement(done, self.token_ids, emitted)
+        if found is None:
+            self.held[self.active] = done.held
+            return Upgrade(done.held.approximate)
+        position, token = found
+        withdrawn = tuple(self.token_ids[position:])
+        self.held = {
+            name: (done.held if name == self.active else other).cut(position)
+            for name, other in self.held.items()
+        }
+        self.token_ids[position:] = [token]
+        self.reply = range(self.reply.start, position + 1)
+        return Upgrade(0, withdrawn)
+
+    def _read(self) -> tuple[Held, torch.Tensor]:
+        """What the active model holds, and the logits after the last token, once it has read what
+        it had not.
+        """
+        held = self.held.get(self.active) or Held(empty_cache(), 0)
+        logits, begin = held.logits, held.entries
+        if begin < len(self.token_ids) or logits is None:
+            # Logits that are not known any more come with the last token, read once again.
+            begin = min(begin, len(self.token_ids) - 1)
+            cache, unread = fork(held.cache, begin), self.token_ids[begin:]
+            last = prefill(self.models[self.active], unread, cache, logits_to_keep=1)
+            logits = last.logits[-1]
+            held = self.held[self.active] = held.cut(begin).read_on(cache, logits)
+            self._follow(cache, self.token_ids)
+        return held, logits
+
+    def _follow(self, cache: HfCache, said: Sequence[int]) -> None:
+        for mirror in self._mirrors.values():
+            mirror.follow(cache, said)
+
+    def _judge(
+        self, bridge: KvBridge, source: Held, handoff: Handoff
+    ) -> tuple[Verdict | None, str]:
+        """The guard's verdict where there is one, and why the hand-over may not stand."""
+        if self.guard is None or not handoff.plan.mapped:
+            return None, ""
+        verdict = self.guard(bridge, source.cache, self.token_ids, handoff)
+        return verdict, "" if verdict.applied else f"the guard measured a drift of {verdict.drift}"
+
+    def _over_budget(self, plan: HandoffPlan) -> str:
+        """Why ``plan`` may not be carried out, or nothing."""
+        wanted = self.mapped_tokens + len(plan.mapped)
+        if not plan.mapped or self.max_mapped_tokens is None or wanted <= self.max_mapped_tokens:
+            return ""
+        return f"{wanted} mapped tokens would exceed the budget of {self.max_mapped_tokens}"
+
+    def _read_for_real(self, bridge: KvBridge, source: Held, exact: Held | None) -> Handoff:
+        """The target reads all but its ``exact`` entries itself."""
+        count, spliced = len(self.token_ids), exact.entries if exact else 0
+        plan = plan_handoff(count, spliced=spliced, first_tokens=0, repair_window=count)
+        cache = exact.cache if exact and spliced else None
+        return bridge.hand_over(source.cache, self.token_ids, plan, cache)
 
     def _tokenise(self, text: str) -> list[int]:
         first = not self.token_ids
