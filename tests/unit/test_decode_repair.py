@@ -22,6 +22,7 @@ from trtllm_kvmap.inject.hf_cache import (
     num_entries,
     overwrite_with_last,
     view_pool,
+    written_lengths,
 )
 from trtllm_kvmap.models import LoadedModel
 from trtllm_kvmap.spec.plan import HandoffPlan, plan_handoff
@@ -132,8 +133,7 @@ def test_keys_of_selected_tokens_have_the_frequencies_of_the_whole_sequence(
     torch.testing.assert_close(stacked(handoff.cache), stacked(native.cache), rtol=0, atol=2e-5)
     torch.testing.assert_close(handoff.logits, native.logits[-1], rtol=0, atol=5e-5)
     # The cache says so, or it could not be handed over again.
-    again = bridge.hand_over(handoff.cache, ids, plan)
-    torch.testing.assert_close(again.logits, native.logits[-1], rtol=0, atol=1e-4)
+    assert set(written_lengths(handoff.cache, range(50)) or ()) == {50}
 
 
 def test_a_padded_batch_refuses_selected_tokens(random_model: Callable) -> None:

@@ -68,7 +68,9 @@ def test_contradictory_counts_are_refused(counts: dict[str, int], message: str) 
         plan_handoff(**counts)
 
 
-@given(data=st.data(), num_tokens=st.integers(1, 80), first=st.integers(0, 9), repair=sizes)
+@given(
+    data=st.data(), num_tokens=st.integers(1, 80), first=st.integers(0, 9), repair=st.integers(0, 9)
+)
 @settings(deadline=None, max_examples=200)
 def test_selected_tokens_fill_the_budget_best_first(
     data: st.DataObject, num_tokens: int, first: int, repair: int

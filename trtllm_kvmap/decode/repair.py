@@ -39,7 +39,7 @@ def _repair_scattered(
     # The selected tokens go last, so that their new entries can be dropped from the cache's end.
     columns = torch.tensor([*plan.repaired, *plan.selected], device=target.device)
     last = len(plan.repaired)
-    logits = target.model(
+    logits: torch.Tensor = target.model(
         input_ids=prompt.token_ids[:, columns],
         position_ids=columns.expand(prompt.batch, -1),
         attention_mask=_mask(plan, columns, target.model.dtype).expand(prompt.batch, 1, -1, -1),
