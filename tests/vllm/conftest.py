@@ -46,7 +46,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> object:
 @pytest.fixture(scope="session")
 def engines(world: object) -> Iterator[Callable[..., object]]:
     """``engines(kind)``: the running engine of that kind; another one is shut down, because vLLM
-    keeps one connector for a whole process.
+    keeps one connector for a whole process. None: shut down any.
     """
     running: dict[str, object] = {}
 
@@ -54,13 +54,14 @@ def engines(world: object) -> Iterator[Callable[..., object]]:
         for name in list(running):
             running.pop(name).close()
 
-    def start(kind: str) -> object:
+    def start(kind: str | None) -> object:
         from vllm_host import VllmHost, connector, target_settings
 
         from trtllm_kvmap.tiny import model_folder
 
         if kind not in running:
             stop()
+        if kind is not None and kind not in running:
             target = connector(**target_settings(world.path))
             make = {
                 "source": lambda: VllmHost(
@@ -72,7 +73,7 @@ def engines(world: object) -> Iterator[Callable[..., object]]:
                 ),
             }
             running[kind] = make[kind]()
-        return running[kind]
+        return running.get(kind)
 
     yield start
     stop()

@@ -47,7 +47,6 @@ class VllmHost:
         *,
         step_tokens: int = 1024,
         num_blocks: int = 128,
-        **options: Any,
     ) -> None:
         self.engine = LLM(
             model=str(model),
@@ -55,7 +54,7 @@ class VllmHost:
             dtype="float32",
             enforce_eager=True,
             block_size=TOKENS_PER_BLOCK,
-            max_model_len=512,
+            max_model_len=400,
             max_num_seqs=8,
             max_num_batched_tokens=step_tokens,
             kv_cache_memory_bytes=24 << 20,
@@ -63,7 +62,6 @@ class VllmHost:
             disable_log_stats=False,
             seed=0,
             kv_transfer_config=config,
-            **options,
         ).llm_engine
         self._asked = 0
 

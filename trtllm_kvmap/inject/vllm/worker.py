@@ -37,6 +37,11 @@ class VllmWorker:
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take vLLM's pool. Raises MismatchError when mapped KV cannot go into it."""
+        if self._pool is not None:
+            raise MismatchError(
+                "vLLM keeps one connector for all engines of a process, and this one serves another "
+                "engine already; shut that engine down first, or run each in its own process."
+            )
         pool = view_pool(kv_caches)
         layers = self._vllm_config.compilation_config.static_forward_context
         # vLLM names the instruction set when it first prepares a batch; before, it is the default.
