@@ -1,0 +1,147 @@
+"""NIXL over UCX: between processes and machines, host memory or GPU memory. Read by the target.
+
+The Python binding is ``nixl_cu13`` or ``nixl_cu12``; its progress thread serves the target's first
+read while the source's own thread is busy.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from trtllm_kvmap.errors import UnavailableError
+from trtllm_kvmap.exchange.block_pool import BlockPool
+from trtllm_kvmap.exchange.messages import Address, Offer
+from trtllm_kvmap.exchange.transport import TransferError
+
+BINDINGS = ("nixl_cu13._api", "nixl_cu12._api")
+
+
+def load_api() -> Any:
+    """NIXL's Python API. Raises UnavailableError."""
+    for name in BINDINGS:
+        try:
+            return import_module(name)
+        except ImportError:
+            continue
+    raise UnavailableError(
+        "NIXL is not installed, so no block can travel to another process. Install nixl-cu13 (or "
+        "nixl-cu12, as your CUDA is)."
+    )
+
+
+class NixlTransport:
+    """See exchange.transport. One agent, whose name nobody else has."""
+
+    def __init__(self) -> None:
+        api = load_api()
+        config = api.nixl_agent_config(enable_prog_thread=True, backends=["UCX"])
+        self._agent = api.nixl_agent(f"kvmap-{uuid.uuid4().hex}", config)
+        self._registered: dict[int, Any] = {}  # by the address of a pool
+        self._peers: dict[bytes, Any] = {}  # by their metadata
+
+    def expose(self, pool: BlockPool) -> Address:
+        self._register(pool)
+        device = -1 if pool.data.device.type == "cpu" else pool.data.device.index
+        return Address("nixl", pool.data.data_ptr(), device, self._agent.get_agent_metadata())
+
+    def open(self, offer: Offer, landing: BlockPool) -> NixlReader:
+        token = offer.address.token
+        with _as_transfer_error("the source's agent cannot be reached"):
+            self._register(landing)
+            if token not in self._peers:
+                self._peers[token] = self._agent.add_remote_agent(token)
+        return NixlReader(self._agent, self._peers[token], offer, landing, self._forget)
+
+    def close(self) -> None:
+        for peer in set(self._peers.values()):
+            self._agent.remove_remote_agent(peer)
+        for registered in self._registered.values():
+            self._agent.deregister_memory(registered)
+        self._peers.clear()
+        self._registered.clear()
+
+    def _register(self, pool: BlockPool) -> None:
+        where = pool.data.data_ptr()
+        if where not in self._registered:
+            self._registered[where] = self._agent.register_memory(pool.data)
+
+    def _forget(self, token: bytes) -> None:
+        """After a failure: the next offer is introduced anew."""
+        self._agent.remove_remote_agent(self._peers.pop(token))
+
+
+class NixlReader:
+    def __init__(
+        self, agent: Any, peer: Any, offer: Offer, landing: BlockPool, forget: Any
+    ) -> None:
+        self._agent, self._peer, self._offer, self._landing = agent, peer, offer, landing
+        self._forget = forget
+        self._running: list[Any] = []
+        self._failed = False
+
+    def start(self, remote: Sequence[int], local: Sequence[int]) -> Any:
+        there, data = self._offer.address, self._landing.data
+        here = -1 if data.device.type == "cpu" else data.device.index
+        with self._failing("a read could not be started"):
+            transfer = self._agent.initialize_xfer(
+                "READ",
+                self._places(data.data_ptr(), here, local),
+                self._places(there.base, there.device, remote),
+                self._peer,
+            )
+            self._running.append(transfer)
+            if self._agent.transfer(transfer) == "ERR":
+                raise TransferError("NIXL could not post the read")
+        return transfer
+
+    def finished(self, transfer: Any) -> bool:
+        with self._failing("a read failed"):
+            state = self._agent.check_xfer_state(transfer)
+            if state == "PROC":
+                return False
+            self._running.remove(transfer)
+            transfer.release()
+            if state != "DONE":
+                raise TransferError(f"NIXL says {state}")
+        return True
+
+    def close(self) -> None:
+        for transfer in self._running:
+            with suppress(Exception):  # the exchange has failed already
+                transfer.release()
+        if self._failed:
+            with suppress(Exception):
+                self._forget(self._offer.address.token)
+
+    def _places(self, base: int, device: int, block_ids: Sequence[int]) -> Any:
+        size = self._landing.block_bytes
+        rows = np.empty((len(block_ids), 3), dtype=np.uint64)
+        rows[:, 0] = np.asarray(block_ids, dtype=np.uint64) * np.uint64(size) + np.uint64(base)
+        rows[:, 1], rows[:, 2] = size, max(device, 0)
+        return self._agent.get_xfer_descs(rows, "DRAM" if device < 0 else "VRAM")
+
+    @contextmanager
+    def _failing(self, what: str) -> Iterator[None]:
+        try:
+            with _as_transfer_error(what):
+                yield
+        except TransferError:
+            self._failed = True
+            raise
+
+
+@contextmanager
+def _as_transfer_error(what: str) -> Iterator[None]:
+    """NIXL's exceptions share no base but Exception."""
+    try:
+        yield
+    except TransferError:
+        raise
+    except Exception as error:
+        raise TransferError(f"{what}: {type(error).__name__} {error}") from error
