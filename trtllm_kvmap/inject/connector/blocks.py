@@ -55,7 +55,9 @@ class SourceBlocks(Protocol):
         """No request will ask for this hand-over again; unknown salts are ignored."""
 
     def salts(self) -> tuple[str, ...]:
-        """The hand-overs held now; an engine may tell its connector only a hash of a salt."""
+        """The hand-overs that are held or awaited; an engine may tell its connector only a hash of
+        a request's salt.
+        """
 
 
 class InProcessBlocks:

@@ -19,7 +19,7 @@ class KvMapScheduler(KvCacheConnectorScheduler):  # type: ignore[misc]
     """Offers mapped tokens to the requests that carry the ``cache_salt`` of a hand-over.
 
     The engine has no hook that sets a salt: whoever sends the request must, with the salt that
-    offering the blocks returned.
+    offering the blocks returned. A request without it is a plain one; it has no other way to ask.
     """
 
     def __init__(self, llm_args: Any) -> None:
@@ -45,7 +45,7 @@ class KvMapScheduler(KvCacheConnectorScheduler):  # type: ignore[misc]
             request_id=str(request.request_id),
             token_ids=tokens,
             salt=salt,
-            handoff=self._blocks.asked_by(tokens, salt),
+            handoff=self._blocks.asked_by(salt),
         )
         matched = self._handoffs.match(view, num_computed_tokens)
         refusal = self._blocks.refusal(salt)

@@ -9,7 +9,6 @@ request is sent: the engine's loop waits for ``fetch``.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
 
 from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.errors import MismatchError, UnavailableError
@@ -28,7 +27,7 @@ class StagedBlocks:
         self._seen: OrderedDict[str, str] = OrderedDict()  # salt: why it could not be staged
 
     def salts(self) -> tuple[str, ...]:
-        """Every salt that is held now or was once."""
+        """Every salt that is held or awaited now, or was once."""
         for salt in self._blocks.salts():
             self._seen.setdefault(salt, "")
         while len(self._seen) > REMEMBERED:
@@ -39,18 +38,9 @@ class StagedBlocks:
         """Why the last ``find`` of this salt found nothing; "" when it was not asked or did."""
         return self._seen.get(salt, "") if salt else ""
 
-    def asked_by(self, token_ids: Sequence[int], salt: str | None) -> str | None:
-        """The hand-over a request asks for: that of its salt, or else, a request having no other
-        way to name one, the one whose tokens its prompt begins with.
-        """
-        if salt in self._seen:
-            return salt
-        ids = tuple(token_ids)
-        for held in self._blocks.salts():
-            offer = self._blocks.find(held)
-            if offer is not None and ids[: len(offer.token_ids)] == offer.token_ids:
-                return held
-        return None
+    def asked_by(self, salt: str | None) -> str | None:
+        """The hand-over that a request of this salt asks for; None when it is no hand-over's."""
+        return salt if salt in self._seen else None
 
     def find(self, salt: str) -> Offer | None:
         offer = self._blocks.find(salt)
@@ -64,6 +54,7 @@ class StagedBlocks:
         # Whatever went wrong, the target can compute the tokens itself.
         except Exception as error:
             self._seen[salt] = f"the source's blocks could not be had ({error})"
+            self._blocks.done(salt)
             return None
         self._held[salt] = source
         self._seen[salt] = ""
