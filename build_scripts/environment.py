@@ -36,6 +36,9 @@ class Environment:
     # Packages that only carry data: installed without what they ask for, because nothing of them
     # is run.
     data: tuple[str, ...] = ()
+    # Requirement files that name every package of this environment beside ``requirements``: pip
+    # resolves nothing, and installs this package without what it asks for.
+    frozen: tuple[str, ...] = ()
 
     @property
     def python(self) -> Path:
@@ -50,12 +53,19 @@ class Environment:
         if stamp.is_file() and stamp.read_text() == wanted:
             return self.python
         started = time.monotonic()
-        wants = ", ".join((*self.requirements, *self.data))
+        wants = ", ".join((*self.requirements, *self.data, *self.frozen))
         print(f"Setting up {self.folder} ({wants}) ...", flush=True)
         if not self.python.is_file():
             venv.create(ROOT / self.folder, with_pip=True)
         # Together, so that the pins hold for what the package itself asks for.
-        self._pip("install", "--quiet", *self.requirements, "--editable", f"{ROOT}{self.extras}")
+        package = ("--editable", f"{ROOT}{self.extras}")
+        if self.frozen:
+            self._pip("install", "--quiet", *self.requirements)
+            for file in self.frozen:
+                self._pip("install", "--quiet", "--no-deps", "--requirement", file)
+            self._pip("install", "--quiet", "--no-deps", *package)
+        else:
+            self._pip("install", "--quiet", *self.requirements, *package)
         if self.data:
             self._pip("install", "--quiet", "--no-deps", *self.data)
         stamp.write_text(wanted)
@@ -73,6 +83,8 @@ class Environment:
     def _digest(self) -> str:
         sha = hashlib.sha256((ROOT / "pyproject.toml").read_bytes())
         sha.update(repr((self.requirements, self.extras, self.data, sys.version_info[:3])).encode())
+        for file in self.frozen:
+            sha.update((ROOT / file).read_bytes())
         return sha.hexdigest()
 
 

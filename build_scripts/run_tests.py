@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from environment import MAIN, ROOT, Environment
+from environment import MAIN, ROOT, SUPPORTED, Environment
 
 # What TensorRT-LLM 1.2.1 pins: the oldest stack the hf lane must work on.
 OLDEST = ("torch==2.13.0", "transformers==4.57.3", "numpy<2")
@@ -28,6 +28,9 @@ OLDEST = ("torch==2.13.0", "transformers==4.57.3", "numpy<2")
 LEAN = ("tensorrt-lean-cu13-libs==10.15.1.29", "tensorrt-lean-cu13-bindings==10.15.1.29")
 # What transformers reads a GGUF file with.
 GGUF = ("gguf==0.19.0", "accelerate==1.15.0")
+# What the tests need beside vLLM's own requirements, which are files of theirs.
+BESIDE_VLLM = ("torch==2.13.0", "pytest==9.2.0", "hypothesis==6.170.17")
+VLLM = ("tests/vllm/requirements.txt", "tests/vllm/requirements-engine.txt")
 MINUTES = 60.0
 
 
@@ -41,6 +44,7 @@ class Lane:
     environment: Environment
     tests: tuple[str, ...]
     budget_minutes: float
+    python: tuple[int, int] = SUPPORTED[0]  # the oldest that has its packages
 
 
 MAIN_ENVIRONMENT = Environment(".venv", MAIN, extras="[test]")
@@ -58,6 +62,7 @@ LANES = (
         ("tests/tensorrt",),
         10,
     ),
+    Lane("vllm", Environment(".venv-vllm", BESIDE_VLLM, frozen=VLLM), ("tests/vllm",), 5, (3, 11)),
 )
 REAL = Lane(
     "real",
@@ -118,6 +123,10 @@ def run_lane(lane: Lane, expression: str | None) -> bool:
     was given.
     """
     if expression and not selects(lane, expression):
+        return True
+    if sys.version_info[:2] < lane.python:
+        needed = ".".join(map(str, lane.python))
+        print(f"== lane {lane.name} is left out: its packages need Python {needed} or later")
         return True
     python = lane.environment.ensure()
     print(f"== lane {lane.name}: {' '.join(lane.tests)}", flush=True)

@@ -90,7 +90,7 @@ def refusals(report: HostReport, kvmap: KvMap | None) -> Iterator[str]:
         yield "speculation is on, and a connector's matched tokens are not proven with it: off"
 
 
-def require_host(report: HostReport, kvmap: KvMap) -> None:
+def require_host(report: HostReport, kvmap: KvMap | None) -> None:
     """Raise MismatchError with every refusal, or return."""
     found = list(refusals(report, kvmap))
     if found:

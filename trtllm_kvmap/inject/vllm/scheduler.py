@@ -65,7 +65,12 @@ class VllmScheduler:
             salt=request.cache_salt,
             handoff=(request.kv_transfer_params or {}).get("handoff"),
         )
-        return self._handoffs.match(view, num_computed)
+        matched = self._handoffs.match(view, num_computed)
+        if request.lora_request is not None:
+            reason = "it asks for a LoRA adapter, and the map was fitted for the model without one"
+            self._handoffs.declined(request.request_id, reason)
+            return 0
+        return matched
 
     def allocated(self, request: Any, block_ids: list[int], num_matched: int) -> None:
         """``block_ids`` are all blocks of the request so far."""

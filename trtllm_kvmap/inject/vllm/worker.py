@@ -48,13 +48,7 @@ class VllmWorker:
         isa = {str(getattr(layers[name], "isa", "vec")) for name in kv_caches}
         proven = all(is_proven(pool, name) for name in isa)
         report = describe_host(self._vllm_config, self._kv_cache_config, layout_proven=proven)
-        if self._kvmap is not None:
-            require_host(report, self._kvmap)
-        elif not proven:
-            raise MismatchError(
-                f"vLLM packs its blocks for {', '.join(sorted(isa))} in a way that is not known "
-                f"here, so they cannot be exported."
-            )
+        require_host(report, self._kvmap)
         self._pool = pool
 
     def load(self, orders: StepOrders) -> None:
