@@ -43,6 +43,7 @@ DOORS = {
     "transformers": ("models.py", "calibrate/capture.py", "inject/hf_cache.py"),
     "vllm": ("inject/vllm/",),
     "tensorrt_llm": ("inject/trtllm/host.py", "engine/"),
+    "triton_python_backend_utils": ("serve/triton/",),
 }
 
 

@@ -64,19 +64,7 @@ class LoadedModel:
 
     def tokenise(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids. Raises InputError when there is no tokenizer or it cannot write ``text``."""
-        tokenizer: Any = self.tokenizer
-        if tokenizer is None:
-            raise InputError(
-                f"{self.name} has no tokenizer, so it cannot read text; give token ids."
-            )
-        try:
-            ids = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
-        except Exception as error:  # fast tokenizers raise nothing narrower for a word they lack
-            raise InputError(
-                f"The tokenizer of {self.name} cannot write {text[:60]!r}: {error}. Give text in "
-                f"its vocabulary."
-            ) from error
-        return list(ids)
+        return tokenise(self.tokenizer, self.name, text, add_special_tokens=add_special_tokens)
 
     def rope_length(self, sequence_length: int) -> int:
         """The length whose frequencies the keys of a pass ending at ``sequence_length`` tokens were
@@ -170,6 +158,29 @@ def load_tokenizer(path_or_id: str | Path) -> PreTrainedTokenizerBase | None:
         return AutoTokenizer.from_pretrained(path_or_id)
     except (OSError, ValueError):
         return None
+
+
+def tokenise(
+    tokenizer: PreTrainedTokenizerBase | None,
+    name: str,
+    text: str,
+    *,
+    add_special_tokens: bool = True,
+) -> list[int]:
+    """Token ids of ``text`` for the model called ``name``. Raises InputError when there is no
+    tokenizer or it cannot write ``text``.
+    """
+    called: Any = tokenizer
+    if called is None:
+        raise InputError(f"{name} has no tokenizer, so it cannot read text; give token ids.")
+    try:
+        ids = called(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+    except Exception as error:  # fast tokenizers raise nothing narrower for a word they lack
+        raise InputError(
+            f"The tokenizer of {name} cannot write {text[:60]!r}: {error}. Give text in its "
+            f"vocabulary."
+        ) from error
+    return list(ids)
 
 
 def quiet_loading() -> None:

@@ -1,6 +1,16 @@
 """One door: `trtllm-kvmap <verb>`. Each verb is a file of its own; importing it registers it."""
 
-from trtllm_kvmap.cli import calibrate, demo, doctor, evaluate, fit, generate, inspect, report
+from trtllm_kvmap.cli import (
+    calibrate,
+    demo,
+    doctor,
+    evaluate,
+    fit,
+    generate,
+    inspect,
+    report,
+    triton,
+)
 from trtllm_kvmap.cli.app import app
 from trtllm_kvmap.models import quiet_loading
 
@@ -14,6 +24,7 @@ __all__ = [
     "inspect",
     "main",
     "report",
+    "triton",
 ]
 
 

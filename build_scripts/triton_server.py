@@ -1,0 +1,205 @@
+"""Runs the Triton Inference Server that the nvidia-pytriton wheel carries, on a CPU.
+
+The wheel is used as a carrier of the server alone: nothing of pytriton's Python code runs. Its
+python backend was built before numpy 2 and reads wrong bytes with it, so an environment for it
+needs numpy < 2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+WHEEL = "nvidia-pytriton"
+START_SECONDS, STOP_SECONDS = 180.0, 60.0
+
+
+class TritonServer:
+    """A running server over the model ``repository``, with its files in the folder ``work``.
+
+    ``control`` starts with no model loaded and lets the repository API load and unload them. Use it
+    as a context manager; it raises RuntimeError with the server's log when it does not get ready.
+    """
+
+    def __init__(self, repository: Path, work: Path, *, control: bool = False) -> None:
+        self.repository, self.work = repository, work
+        self.log = work / "tritonserver.log"
+        self.http_port, self.metrics_port = free_ports(2)
+        self.models = sorted(p.parent.name for p in repository.glob("*/config.pbtxt"))
+        self._control = control
+
+    def __enter__(self) -> TritonServer:
+        self.work.mkdir(parents=True, exist_ok=True)
+        environment = {**os.environ, **self._paths()}
+        with self.log.open("w") as log:
+            self._process = subprocess.Popen(
+                self._command(), stdout=log, stderr=log, env=environment, start_new_session=True
+            )
+        try:
+            self._wait()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.http_port}"
+
+    def metrics(self) -> str:
+        """The text of /metrics."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics") as answer:
+            return str(answer.read().decode())
+
+    def ask(self, body: Any, *, model: str = "kvmap_pipeline", **parameters: str) -> Any:
+        """The response object to an OpenAI request, of /generate. Raises RuntimeError with the
+        server's sentence when it refuses.
+        """
+        with self.open(body, "generate", model, parameters) as answer:
+            return json.loads(json.load(answer)["response"])
+
+    def stream(self, body: Any, **parameters: str) -> Iterator[Any]:
+        """The response objects of /generate_stream, as they come."""
+        with self.open(body, "generate_stream", "kvmap_pipeline", parameters) as answer:
+            for line in answer:
+                if line.startswith(b"data:"):
+                    event = json.loads(line.removeprefix(b"data:"))
+                    if "error" in event:
+                        raise RuntimeError(event["error"])
+                    yield json.loads(event["response"])
+
+    def open(
+        self, body: Any, endpoint: str, model: str, parameters: dict[str, str]
+    ) -> http.client.HTTPResponse:
+        text = body if isinstance(body, str) else json.dumps(body)
+        given = json.dumps({"request": text, "parameters": parameters}).encode()
+        return self.post(f"v2/models/{model}/{endpoint}", given)
+
+    def post(self, path: str, data: bytes) -> http.client.HTTPResponse:
+        request = urllib.request.Request(f"{self.url}/{path}", data=data, method="POST")
+        try:
+            answer: http.client.HTTPResponse = urllib.request.urlopen(request)
+        except urllib.error.HTTPError as error:
+            said = error.read().decode().strip().removeprefix("data: ")
+            with contextlib.suppress(ValueError, KeyError):
+                said = json.loads(said)["error"]
+            raise RuntimeError(said) from error
+        return answer
+
+    def control(self, model: str, action: str) -> None:
+        """``action`` is load or unload."""
+        self.post(f"v2/repository/models/{model}/{action}", b"{}").read()
+
+    def stubs(self) -> dict[str, list[int]]:
+        """The process ids of each model's python processes."""
+        found: dict[str, list[int]] = {model: [] for model in self.models}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                words = (folder / "cmdline").read_bytes().decode().split("\0")
+            except OSError:
+                continue  # it ended meanwhile
+            if words[0].endswith("triton_python_backend_stub") and str(self.repository) in words[1]:
+                (model,) = (m for m in self.models if f"/{m}/1/model.py" in words[1])
+                found[model].append(int(folder.name))
+        return found
+
+    def _paths(self) -> dict[str, str]:
+        libraries = [str(site_packages() / "nvidia_pytriton.libs"), python_libraries()]
+        return {
+            "LD_LIBRARY_PATH": ":".join(libraries),
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        }
+
+    def _command(self) -> list[str]:
+        command = [
+            str(installed() / "bin" / "tritonserver"),
+            *("--model-repository", str(self.repository)),
+            *("--backend-directory", str(make_backend_folder(self.work / "backends"))),
+            *("--http-address", "127.0.0.1", "--http-port", str(self.http_port)),
+            *("--metrics-address", "127.0.0.1", "--metrics-port", str(self.metrics_port)),
+            "--allow-grpc=false",
+        ]
+        if self._control:
+            command += ["--model-control-mode=explicit", "--load-model=*"]
+        return command
+
+    def _wait(self) -> None:
+        end = time.monotonic() + START_SECONDS
+        while time.monotonic() < end:
+            if self._process.poll() is not None:
+                break
+            try:
+                with urllib.request.urlopen(f"{self.url}/v2/health/ready"):
+                    return
+            except OSError:
+                time.sleep(0.2)
+        raise RuntimeError(f"tritonserver did not get ready; its log:\n{self.log.read_text()}")
+
+
+def installed() -> Path:
+    """The wheel's server folder. Raises FileNotFoundError where the wheel is not installed."""
+    try:
+        found = metadata.distribution(WHEEL)
+    except metadata.PackageNotFoundError:
+        raise FileNotFoundError(
+            f"{WHEEL} is not installed here. Run `python build_scripts/run_tests.py -k triton`."
+        ) from None
+    return Path(str(found.locate_file("pytriton"))) / "tritonserver"
+
+
+def version() -> str:
+    """What the server's binary says of itself, and the wheel's version."""
+    return f"{WHEEL} {metadata.version(WHEEL)}"
+
+
+def site_packages() -> Path:
+    return installed().parents[1]
+
+
+def python_libraries() -> str:
+    return str(sysconfig.get_config_var("LIBDIR"))
+
+
+def make_backend_folder(folder: Path) -> Path:
+    """The python backend with the stub of the running Python beside it, as Triton wants them."""
+    name = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    (folder / "python").mkdir(parents=True, exist_ok=True)
+    for part in ("backends/python", f"python_backend_stubs/{name}"):
+        for file in (installed() / part).iterdir():
+            if file.is_file():
+                shutil.copy2(file, folder / "python")
+    return folder
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()

@@ -1,0 +1,350 @@
+"""The serving pipeline in one process: the same halves that the Triton models run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from handmade_maps import random_map
+from transformers import AutoTokenizer
+
+from trtllm_kvmap.artifact.kvmap import KvMap
+from trtllm_kvmap.decode.bridge import KvBridge
+from trtllm_kvmap.decode.generate import generate
+from trtllm_kvmap.decode.prefill import prefill
+from trtllm_kvmap.errors import InputError, UnavailableError
+from trtllm_kvmap.models import LoadedModel
+from trtllm_kvmap.serve.metrics import ALL, Counters
+from trtllm_kvmap.serve.outcome import Outcome
+from trtllm_kvmap.serve.pipeline import Answered, Pipeline, PipelineConfig
+from trtllm_kvmap.serve.source import SourceReader
+from trtllm_kvmap.serve.target import Event, Job, TargetAnswerer
+from trtllm_kvmap.spec.plan import plan_handoff
+
+WORDS = ["<bos>", *["after anna ben near old river stood near cold stone"] * 6]
+PROMPT = " ".join(WORDS)
+WINDOW = 8
+EVIDENCE = {"held_out": "none: made for a test"}
+
+
+class Pair:
+    """A random pair, its map in a file, and the halves around it."""
+
+    def __init__(self, source: LoadedModel, target: LoadedModel, folder: Path) -> None:
+        self.source, self.target = source, target
+        self.kvmap = random_map(source, target).with_evidence(EVIDENCE)
+        self.path = folder / "pair.kvmap.safetensors"
+        self.kvmap.save(self.path)
+        self.reader = SourceReader(source, max_held_tokens=200)
+        self.answerer = TargetAnswerer(target, self.path)
+
+    def pipeline(self, **changed: Any) -> Pipeline:
+        config = PipelineConfig(
+            name="pipeline",
+            max_positions=self.target.spec.max_positions,
+            mapper_id="pair",
+            repair_window=WINDOW,
+        )
+        given = {"read": self.reader.read, "answer": self.answerer.answer, **changed}
+        return Pipeline(config, self.target.tokenizer, **given)
+
+    def native(self, prompt: str, count: int) -> str:
+        read = prefill(self.target, self.target.tokenise(prompt), logits_to_keep=1)
+        return self._text(generate(self.target, read.cache, read.logits[-1], count))
+
+    def mapped(self, prompt: str, count: int) -> str:
+        ids = self.target.tokenise(prompt)
+        bridge = KvBridge(self.kvmap, source=self.source, target=self.target)
+        plan = plan_handoff(len(ids), repair_window=WINDOW)
+        ready = bridge.hand_over(prefill(self.source, ids).cache, ids, plan)
+        return self._text(generate(self.target, ready.cache, ready.logits, count))
+
+    def _text(self, tokens: list[int]) -> str:
+        return self.target.tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+@pytest.fixture(scope="module")
+def pair(random_model: Callable, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    source = random_model("llama", layers=3, kv_heads=4, seed=1)
+    target = random_model("qwen3", head_dim=32)
+    return Pair(source, target, tmp_path_factory.mktemp("pair"))
+
+
+def ask(pipeline: Pipeline, parameters: dict | None = None, **body: Any) -> list[Answered]:
+    return list(pipeline.respond(json.dumps({"prompt": PROMPT, **body}), parameters or {}))
+
+
+def text_of(answered: list[Answered]) -> str:
+    return "".join(each.body["choices"][0]["text"] for each in answered)
+
+
+def test_an_answer_is_the_mapped_targets_with_its_counts(pair: Pair) -> None:
+    (answered,) = ask(pair.pipeline(), max_tokens=12)
+    assert text_of([answered]) == pair.mapped(PROMPT, 12) != pair.native(PROMPT, 12)
+    body = answered.body
+    assert (body["kv_status"], body["kv_reason"]) == ("applied", "")
+    tokens = len(pair.target.tokenise(PROMPT))
+    assert body["usage"] == {
+        "prompt_tokens": tokens,
+        "completion_tokens": 12,
+        "total_tokens": tokens + 12,
+        "mapped_tokens": tokens - 1 - WINDOW,
+        "repaired_tokens": WINDOW,
+    }
+    layers, heads, head_dim = pair.source.spec.kv_shape
+    assert body["kv_bytes_moved"] == 4 * 2 * layers * heads * head_dim * (tokens - WINDOW)
+    assert body["object"] == "text_completion"
+    assert body["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_stream_says_the_same_in_pieces(pair: Pair) -> None:
+    answered = ask(pair.pipeline(), max_tokens=12, stream=True)
+    assert len(answered) == 13
+    assert text_of(answered) == pair.mapped(PROMPT, 12)
+    assert {each.body["kv_status"] for each in answered} == {"applied"}
+    assert [each.last is None for each in answered] == [True] * 12 + [False]
+    assert [each.body["choices"][0]["finish_reason"] for each in answered[:-1]] == [None] * 12
+    assert "usage" in answered[-1].body
+    assert len({each.body["id"] for each in answered}) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_text_ends_the_answer_and_the_work(pair: Pair, stream: bool) -> None:
+    whole = pair.mapped(PROMPT, 12).split(" ")
+    stop = f"{whole[4]} {whole[5]}"
+    answered = ask(pair.pipeline(), max_tokens=12, stream=stream, stop=stop)
+    assert text_of(answered) == " ".join(whole).partition(stop)[0]
+    assert answered[-1].body["choices"][0]["finish_reason"] == "stop"
+    assert answered[-1].body["usage"]["completion_tokens"] < 12
+
+
+def test_an_end_token_ends_the_answer(pair: Pair, tmp_path: Path) -> None:
+    whole = pair.mapped(PROMPT, 12).split(" ")
+    end = whole[3]
+    tokenizer = AutoTokenizer.from_pretrained(pair.target.model.name_or_path)
+    tokenizer.eos_token = end
+    answerer = TargetAnswerer(replace(pair.target, tokenizer=tokenizer), pair.path)
+    (answered,) = ask(pair.pipeline(answer=answerer.answer), max_tokens=12)
+    assert answered.body["usage"]["completion_tokens"] == whole.index(end) + 1
+    assert answered.body["choices"][0]["finish_reason"] == "stop"
+    assert end not in text_of([answered])
+
+
+# --- Fail closed: the target's own answer, and why -----------------------------------------------
+
+
+def refused(pair: Pair, pipeline: Pipeline, parameters: dict | None = None) -> str:
+    """kv_status and reason of an answer that must be the target's own."""
+    (answered,) = ask(pipeline, parameters, max_tokens=12)
+    assert text_of([answered]) == pair.native(PROMPT, 12)
+    assert answered.body["usage"]["mapped_tokens"] == 0
+    return f"{answered.body['kv_status']} {answered.body['kv_reason']}"
+
+
+def test_a_source_that_fails(pair: Pair) -> None:
+    def read(token_ids: list[int], owner: tuple[str, str]) -> None:
+        raise UnavailableError("gone")
+
+    said = refused(pair, pair.pipeline(read=read))
+    assert said == "fallback_reprefill source_failed: gone"
+
+
+@pytest.mark.parametrize("broken", ["nan", "short", "shape", "length"])
+def test_a_read_that_cannot_be_used(pair: Pair, broken: str) -> None:
+    def read(token_ids: list[int], owner: tuple[str, str]) -> Any:
+        whole = pair.reader.read(token_ids, owner)
+        kv = {
+            "nan": torch.full_like(whole.kv, torch.nan),
+            "short": whole.kv[:, :, :, :-5],
+            "shape": whole.kv.transpose(1, 2),
+            "length": whole.kv[0, 0, 0, 0],
+        }
+        return replace(whole, kv=kv[broken])
+
+    said = refused(pair, pair.pipeline(read=read))
+    assert said.startswith("fallback_reprefill hand_over_failed: ")
+
+
+def test_a_read_of_another_model(pair: Pair, random_model: Callable) -> None:
+    stranger = SourceReader(random_model("llama", layers=3, kv_heads=4, seed=5))
+    said = refused(pair, pair.pipeline(read=stranger.read))
+    assert said.startswith("unsupported mismatch: The map was fitted for another source model")
+    (answered,) = ask(pair.pipeline(), max_tokens=2)
+    assert answered.body["kv_status"] == "applied", "the right source serves again"
+
+
+def test_a_map_that_cannot_serve(pair: Pair, random_model: Callable, tmp_path: Path) -> None:
+    unproven, damaged = tmp_path / "unproven", tmp_path / "damaged"
+    random_map(pair.source, pair.target).save(unproven)
+    damaged.write_bytes(pair.path.read_bytes()[:-9])
+    other = tmp_path / "other"
+    random_map(pair.source, random_model("qwen3", head_dim=32, seed=7)).with_evidence(
+        EVIDENCE
+    ).save(other)
+    for path, reason in (
+        (unproven, "unproven"),
+        (damaged, "unreadable_map"),
+        (tmp_path / "none", "unreadable_map"),
+        (other, "mismatch"),
+    ):
+        answerer = TargetAnswerer(pair.target, path)
+        said = refused(pair, pair.pipeline(answer=answerer.answer))
+        assert said.startswith(f"unsupported {reason}: "), said
+    allowed = TargetAnswerer(pair.target, unproven, allow_unproven=True)
+    assert KvMap.load(unproven, allow_unproven=True).evidence is None
+    (answered,) = ask(pair.pipeline(answer=allowed.answer), max_tokens=2)
+    assert answered.body["kv_status"] == "applied"
+
+
+def test_a_map_that_the_client_did_not_mean(pair: Pair) -> None:
+    said = refused(pair, pair.pipeline(), {"x-vsr-kv-mapper-id": "other-b1"})
+    assert said.startswith("unsupported other_mapper: the map 'other-b1' was asked for, 'pair'")
+    (answered,) = ask(pair.pipeline(), {"x-vsr-kv-mapper-id": "pair"}, max_tokens=2)
+    assert answered.body["kv_status"] == "applied"
+
+
+def test_a_prompt_too_short_to_map_asks_no_source(pair: Pair) -> None:
+    def read(token_ids: list[int], owner: tuple[str, str]) -> None:
+        raise AssertionError("asked")
+
+    prompt = "<bos> after anna ben near old river stood near"
+    (answered,) = ask(pair.pipeline(read=read), prompt=prompt, max_tokens=3)
+    assert answered.body["kv_reason"].startswith("short_prompt: ")
+    assert text_of([answered]) == pair.native(prompt, 3)
+
+
+def test_a_policy_decides_who_reads(pair: Pair) -> None:
+    seen = []
+
+    def policy(request: Any, plan: Any) -> Outcome:
+        seen.append((request.tenant, len(plan.mapped)))
+        return Outcome("fallback_reprefill", "load", "the source is busy")
+
+    said = refused(pair, pair.pipeline(policy=policy))
+    assert said == "fallback_reprefill load: the source is busy"
+    assert seen == [("", len(PROMPT.split()) - 1 - WINDOW)]
+
+
+# --- Refusals ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"prompt": "<bos> not-a-word"}, "cannot write"),
+        ({"max_tokens": 500}, "500 more are asked for; the target allows 512"),
+        ({"prompt": " ".join(["anna"] * 512)}, "has 512 tokens and 1 more"),
+        ({"prompt": None, "messages": [{"role": "user", "content": "a"}]}, "no chat template"),
+        ({"foo": 1}, "Unknown field"),
+    ],
+)
+def test_a_bad_request_is_a_sentence_before_any_model_runs(
+    pair: Pair, body: dict[str, Any], said: str
+) -> None:
+    def never(*_: object) -> Iterator[Event]:
+        raise AssertionError("asked")
+
+    with pytest.raises(InputError, match=said):
+        ask(pair.pipeline(read=never, answer=never), **body)
+
+
+def test_messages_go_through_the_chat_template(pair: Pair, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(pair.target.model.name_or_path)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}"
+        "{% endif %}<bos> {{ m.content }} {% endfor %}so"
+    )
+    pipeline = Pipeline(
+        pair.pipeline().config, tokenizer, read=pair.reader.read, answer=pair.answerer.answer
+    )
+    said = [{"role": "user", "content": PROMPT.removeprefix("<bos> ")}]
+    for stream, where in ((False, "message"), (True, "delta")):
+        answered = ask(pipeline, prompt=None, messages=said, max_tokens=5, stream=stream)
+        pieces = [each.body["choices"][0][where]["content"] for each in answered]
+        assert "".join(pieces) == pair.mapped(f"{PROMPT} so", 5)
+        assert answered[0].body["object"].startswith("chat.completion")
+    with pytest.raises(InputError, match="no tools"):
+        ask(pipeline, prompt=None, messages=[{"role": "tool", "content": "x"}])
+
+
+# --- What the source holds -----------------------------------------------------------------------
+
+
+def test_the_next_turn_of_a_conversation_reads_only_what_is_new(pair: Pair) -> None:
+    reader = SourceReader(pair.source, max_held_tokens=100)
+    ids = pair.source.tokenise(PROMPT)
+    owner = ("tenant", "conversation")
+    first, second = reader.read(ids[:30], owner), reader.read(ids[:45], owner)
+    assert (first.tokens_read, second.tokens_read) == (30, 15)
+    fresh = SourceReader(pair.source).read(ids[:45])
+    assert fresh.tokens_read == 45
+    torch.testing.assert_close(second.kv, fresh.kv, rtol=0, atol=2e-5)
+    assert reader.read(ids[:45], ("other", "conversation")).tokens_read == 45
+    assert reader.read([*ids[:20], ids[0]], owner).tokens_read == 1, "only what is alike"
+
+
+def test_what_is_held_has_a_bound_and_the_longest_unused_goes_first(pair: Pair) -> None:
+    reader = SourceReader(pair.source, max_held_tokens=100)
+    ids = pair.source.tokenise(PROMPT)
+    for name in ("a", "b", "c"):
+        reader.read(ids[:40], ("", name))
+        reader.read(ids[:1], ("", "a"))  # it says less than what is held, and keeps it in use
+    assert reader.held_tokens == 80
+    assert [reader.read(ids[:40], ("", name)).tokens_read for name in "cab"] == [0, 0, 40]
+    reader.read(ids[:40], ("tenant", ""))
+    assert reader.held_tokens <= 100, "without a conversation nothing is kept"
+    assert SourceReader(pair.source).read(ids[:9], ("", "a")).tokens_read == 9
+
+
+# --- What crosses a process, and what is counted -------------------------------------------------
+
+
+def test_jobs_and_events_survive_json() -> None:
+    why = Outcome("fallback_reprefill", "load", "busy")
+    for job in (Job(3), Job(3, ("a", "b"), True, 4, 5, why)):
+        assert Job.from_json(json.loads(json.dumps(job.to_json()))) == job
+    for event in (Event("a", why), Event("b", why, "stop", {"prompt": 1}, {"map": 0.5}, 7)):
+        assert Event.from_json(json.loads(json.dumps(event.to_json()))) == event
+
+
+def test_every_answer_is_counted_once() -> None:
+    counted: dict[tuple[str, str], float] = {}
+
+    class Counter:
+        def __init__(self, name: str, labels: dict[str, str]) -> None:
+            self.key = name, ",".join(labels.values())
+            counted[self.key] = 0
+
+        def increment(self, value: float) -> None:
+            counted[self.key] += value
+
+    counters = Counters(lambda name, text: lambda labels: Counter(name, labels))
+    counts = {"prompt": 50, "completion": 3, "mapped": 41, "repaired": 8}
+    for _ in range(2):
+        counters.count(
+            Event("", Outcome("applied"), "length", counts, {"map": 2.0, "repair": 1.5}, 10)
+        )
+    own = {"prompt": 50, "completion": 3, "mapped": 0, "repaired": 0}
+    counters.count(Event("", Outcome("unsupported", "unproven"), "stop", own, {"first_token": 9}))
+    counters.count_error()
+    zero = {key: value for key, value in counted.items() if not value}
+    assert zero == {("kvmap_requests_total", "fallback_reprefill"): 0}
+    assert {key: value for key, value in counted.items() if value} == {
+        ("kvmap_requests_total", "applied"): 2,
+        ("kvmap_requests_total", "unsupported"): 1,
+        ("kvmap_fallbacks_total", "unproven"): 1,
+        ("kvmap_map_ms_total", ""): 4.0,
+        ("kvmap_repair_ms_total", ""): 3.0,
+        ("kvmap_tokens_prompt_total", ""): 150,
+        ("kvmap_tokens_completion_total", ""): 9,
+        ("kvmap_tokens_mapped_total", ""): 82,
+        ("kvmap_tokens_repaired_total", ""): 16,
+        ("kvmap_bytes_moved_total", ""): 20,
+        ("kvmap_errors_total", ""): 1,
+    }
+    assert {name for name, _ in counted} == set(ALL)

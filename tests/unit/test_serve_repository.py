@@ -1,0 +1,122 @@
+"""Model repositories as text: whole or absent, for the pair that the map was fitted for."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from handmade_maps import random_map
+from typer.testing import CliRunner
+
+from trtllm_kvmap.cli import app
+from trtllm_kvmap.errors import InputError, KvMapError, MismatchError, UnprovenError
+from trtllm_kvmap.models import load_model
+from trtllm_kvmap.serve.config_pbtxt import ModelConfig, TensorPort
+from trtllm_kvmap.serve.repository import LANES, write_repository
+from trtllm_kvmap.serve.settings import ServeConfig
+
+
+@pytest.fixture(scope="module")
+def given(model_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict:
+    source = model_folder("llama", layers=3, kv_heads=4, seed=1)
+    target = model_folder("qwen3", head_dim=32)
+    kvmap = tmp_path_factory.mktemp("map") / "s-to-t.kvmap.safetensors"
+    random_map(load_model(source), load_model(target)).with_evidence({"made": "here"}).save(kvmap)
+    return {"kvmap": kvmap, "source": str(source), "target": str(target)}
+
+
+def parameters(text: str) -> dict[str, str]:
+    """The parameters of a config.pbtxt, by a reader of its own."""
+    found = re.findall(r'key: ("[^"]*") value \{ string_value: ("(?:[^"\\]|\\.)*") \}', text)
+    return {json.loads(key): json.loads(value) for key, value in found}
+
+
+def test_the_command_writes_the_hf_lane(given: dict, tmp_path: Path) -> None:
+    out = tmp_path / "repository"
+    arguments = ["triton", "--out", str(out), "--repair-window", "16", "--max-held-tokens", "9"]
+    for name, value in given.items():
+        arguments += [f"--{name}", str(value)]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    files = sorted(path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file())
+    models = ("kvmap_pipeline", "source", "target")
+    assert files == sorted(f"{m}/{f}" for m in models for f in ("config.pbtxt", "1/model.py"))
+    assert parameters((out / "source/config.pbtxt").read_text()) == {
+        "model": given["source"],
+        "max_held_tokens": "9",
+    }
+    assert parameters((out / "target/config.pbtxt").read_text()) == {
+        "model": given["target"],
+        "kvmap": str(given["kvmap"]),
+        "allow_unproven": "false",
+    }
+    pipeline = parameters((out / "kvmap_pipeline/config.pbtxt").read_text())
+    assert (pipeline["repair_window"], pipeline["mapper_id"]) == ("16", "s-to-t")
+    for model in models:
+        assert f'name: "{model}"\n' in (out / model / "config.pbtxt").read_text()
+    assert not list(tmp_path.glob(".repository*")), "nothing is left beside it"
+
+
+def test_a_models_file_imports_what_exists(given: dict, tmp_path: Path) -> None:
+    """triton_python_backend_utils is only there inside the server, so the names are looked up in
+    the text of the modules.
+    """
+    write_repository(tmp_path / "r", **given, config=ServeConfig())
+    for file in (tmp_path / "r").rglob("model.py"):
+        (imported,) = (n for n in ast.walk(ast.parse(file.read_text())) if hasattr(n, "module"))
+        package, _, name = imported.module.rpartition(".")
+        text = (Path(import_module(package).__file__).parent / f"{name}.py").read_text()
+        assert f"class {imported.names[0].name}:" in text
+
+
+def test_a_config_is_escaped_as_a_text_string() -> None:
+    port = TensorPort("x", "TYPE_INT64", (2, -1), optional=True)
+    odd = 'a "b" \\ c\nd é'
+    text = ModelConfig("m", (port,), (), {"k": odd}, decoupled=True).render()
+    assert "dims: [2, -1] optional: true" in text
+    assert "decoupled: true" in text
+    assert parameters(text) == {"k": odd}
+    assert text.isascii()
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_nothing_is_written_when_something_is_wrong(
+    lane: str, given: dict, model_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    unproven = tmp_path / "unproven.kvmap.safetensors"
+    random_map(load_model(given["source"]), load_model(given["target"])).save(unproven)
+    other = str(model_folder("llama", layers=2, kv_heads=4, seed=1))
+    words = str(model_folder("llama", layers=3, kv_heads=4, seed=1, words=["a", "<bos>", "<pad>"]))
+    wrong: list[tuple[dict[str, Any], type[KvMapError], str]] = [
+        ({"source": other}, MismatchError, "another source model.*configuration"),
+        ({"target": other}, MismatchError, "another target model"),
+        ({"source": words}, MismatchError, "another tokenizer"),
+        ({"source": str(tmp_path / "none")}, InputError, "no such folder"),
+        ({"kvmap": unproven}, UnprovenError, "no evidence"),
+        ({"kvmap": tmp_path / "none"}, KvMapError, "no file"),
+        ({"lane": "grpc"}, InputError, "no lane 'grpc'; there are hf"),
+    ]
+    for changed, kind, said in wrong:
+        with pytest.raises(kind, match=said):
+            write_repository(
+                tmp_path / "r", **{**given, "config": ServeConfig(), "lane": lane, **changed}
+            )
+        assert not (tmp_path / "r").exists()
+
+
+def test_a_folder_that_holds_something_is_left_alone(given: dict, tmp_path: Path) -> None:
+    out = tmp_path / "r"
+    out.mkdir()
+    write_repository(out, **given, config=ServeConfig())
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    with pytest.raises(InputError, match="not an empty folder"):
+        write_repository(out, **given, config=ServeConfig(repair_window=1))
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+    with pytest.raises(InputError, match="not an empty folder"):
+        write_repository(out / "source/config.pbtxt", **given, config=ServeConfig())

@@ -1,0 +1,69 @@
+"""The lane that runs anywhere: three python models over transformers."""
+
+from __future__ import annotations
+
+from trtllm_kvmap.serve.config_pbtxt import ModelConfig, TensorPort
+from trtllm_kvmap.serve.settings import Served
+
+# Requests under way at once; they wait for the source and the target most of the time.
+PIPELINE_THREADS = 8
+TOKEN_IDS = TensorPort("token_ids", "TYPE_INT64", (-1,))
+# Keys then values, layers, KV heads, tokens, head_dim.
+KV_DIMS = (2, -1, -1, -1, -1)
+
+
+def model_file(role: str) -> str:
+    """A repository's model.py: the code itself stays in the installed package."""
+    return (
+        f'"""The model `{role}`: see trtllm_kvmap.serve.triton.{role}."""\n\n'
+        f"from trtllm_kvmap.serve.triton.{role} import TritonPythonModel\n\n"
+        f'__all__ = ["TritonPythonModel"]\n'
+    )
+
+
+def hf_files(served: Served) -> dict[str, str]:
+    """Path inside the repository -> text."""
+    config = served.config
+    source = ModelConfig(
+        name="source",
+        inputs=(TOKEN_IDS, TensorPort("owner", "TYPE_STRING", (1,))),
+        outputs=(
+            TensorPort("source_kv", "TYPE_FP32", KV_DIMS),
+            TensorPort("written_by", "TYPE_STRING", (1,)),
+        ),
+        parameters={"model": served.source, "max_held_tokens": str(config.max_held_tokens)},
+    )
+    target = ModelConfig(
+        name="target",
+        inputs=(
+            TOKEN_IDS,
+            TensorPort("job", "TYPE_STRING", (1,)),
+            TensorPort("source_kv", "TYPE_FP32", KV_DIMS, optional=True),
+            TensorPort("written_by", "TYPE_STRING", (1,), optional=True),
+        ),
+        outputs=(TensorPort("event", "TYPE_STRING", (1,)),),
+        parameters={
+            "model": served.target,
+            "kvmap": served.kvmap,
+            "allow_unproven": "true" if served.allow_unproven else "false",
+        },
+        decoupled=True,
+    )
+    pipeline = ModelConfig(
+        name="kvmap_pipeline",
+        inputs=(TensorPort("request", "TYPE_STRING", (1,)),),
+        outputs=(TensorPort("response", "TYPE_STRING", (1,)),),
+        parameters={
+            "target": served.target,
+            "mapper_id": served.mapper_id,
+            "first_tokens": str(config.first_tokens),
+            "repair_window": str(config.repair_window),
+            "threads": str(PIPELINE_THREADS),
+        },
+        decoupled=True,
+    )
+    files = {}
+    for model, role in ((source, "source"), (target, "target"), (pipeline, "pipeline")):
+        files[f"{model.name}/config.pbtxt"] = model.render()
+        files[f"{model.name}/1/model.py"] = model_file(role)
+    return files

@@ -1,0 +1,89 @@
+"""Writes a Triton model repository: `source`, `target` and `kvmap_pipeline`, for one lane."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from trtllm_kvmap.artifact.kvmap import KvMap
+from trtllm_kvmap.artifact.whole import require_writable
+from trtllm_kvmap.errors import InputError, MismatchError
+from trtllm_kvmap.models import describe_model
+from trtllm_kvmap.serve.lanes.hf import hf_files
+from trtllm_kvmap.serve.settings import ServeConfig, Served
+
+# What each lane's repository consists of: path inside it -> text.
+LANES: dict[str, Callable[[Served], dict[str, str]]] = {"hf": hf_files}
+
+
+def write_repository(
+    out: Path,
+    kvmap: Path,
+    source: str,
+    target: str,
+    config: ServeConfig,
+    *,
+    lane: str = "hf",
+    allow_unproven: bool = False,
+) -> list[Path]:
+    """Write the repository ``out``, a new or empty folder, whole or not at all; returns its files.
+
+    Raises InputError for a lane or folder that cannot be, and what KvMap.load raises. The map must
+    fit both models as far as that shows without their weights (MismatchError); the weights
+    themselves are compared when the server has loaded them.
+    """
+    if lane not in LANES:
+        raise InputError(f"There is no lane {lane!r}; there are {', '.join(LANES)}.")
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+        raise InputError(f"{out} is not an empty folder; give the name of a new one.")
+    loaded = KvMap.load(kvmap, allow_unproven=allow_unproven)
+    require_described(loaded, source, target)
+    files = LANES[lane](
+        Served(
+            kvmap=str(kvmap.resolve()),
+            source=_absolute(source),
+            target=_absolute(target),
+            mapper_id=kvmap.name.removesuffix(".safetensors").removesuffix(".kvmap"),
+            allow_unproven=allow_unproven,
+            config=config,
+        )
+    )
+    if out.is_dir():
+        out.rmdir()
+    require_writable(out)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
+        whole = Path(folder) / "repository"
+        for path, text in files.items():
+            (whole / path).parent.mkdir(parents=True, exist_ok=True)
+            (whole / path).write_text(text, encoding="utf-8")
+        shutil.move(whole, out)
+    return [out / path for path in files]
+
+
+def require_described(kvmap: KvMap, source: str, target: str) -> None:
+    """Raise MismatchError when a configuration or tokenizer already says that the map is not for
+    these two.
+    """
+    for what, path, spec, fingerprint in (
+        ("source", source, kvmap.source, kvmap.source_fingerprint),
+        ("target", target, kvmap.target, kvmap.target_fingerprint),
+    ):
+        found = describe_model(path)
+        if replace(found.spec, name="") != replace(spec, name=""):
+            raise MismatchError(
+                f"The map was fitted for another {what} model: {path} has another configuration. "
+                f"Give the {what} it was fitted for, or fit a map for this one."
+            )
+        if found.tokenizer_digest != fingerprint.tokenizer:
+            raise MismatchError(
+                f"The map was fitted for another {what} model: {path} has another tokenizer. Give "
+                f"the {what} it was fitted for, or fit a map for this one."
+            )
+
+
+def _absolute(model: str) -> str:
+    """A folder as an absolute path; a hub id as it is."""
+    return str(Path(model).resolve()) if Path(model).is_dir() else model

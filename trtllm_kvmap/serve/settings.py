@@ -1,0 +1,30 @@
+"""What a model repository is written from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig:
+    """How a deployment hands over."""
+
+    first_tokens: int = field(default=1, metadata={"help": "S: first tokens the target computes"})
+    repair_window: int = field(default=32, metadata={"help": "N: last tokens the target computes"})
+    max_held_tokens: int = field(
+        default=65_536, metadata={"help": "tokens of conversations the source keeps (hf lane)"}
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The pair of one repository, with absolute paths (or hub ids) of models and map. ``mapper_id``
+    is the name clients may ask for the map by.
+    """
+
+    kvmap: str
+    source: str
+    target: str
+    mapper_id: str
+    allow_unproven: bool
+    config: ServeConfig

@@ -1,0 +1,88 @@
+"""The source's half: it reads prompts and gives its keys and values away."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import torch
+
+from trtllm_kvmap.decode.prefill import prefill
+from trtllm_kvmap.decode.prefix import common_prefix
+from trtllm_kvmap.inject.hf_cache import (
+    HfCache,
+    empty_cache,
+    fork,
+    num_entries,
+    view_pool,
+    written_lengths,
+)
+from trtllm_kvmap.models import LoadedModel, RemoteModel
+from trtllm_kvmap.spec.rope import written_length
+
+Owner = tuple[str, str]  # tenant, conversation
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRead:
+    """A prompt as the source holds it.
+
+    ``kv`` [2, num_layers, num_kv_heads, num_tokens, head_dim], keys (rotated) then values;
+    ``rope_length`` is the length whose frequencies the keys were written with; ``model`` says who
+    wrote them; ``tokens_read`` of them were not held from an earlier turn.
+    """
+
+    kv: torch.Tensor
+    rope_length: int
+    model: RemoteModel
+    tokens_read: int
+
+
+class SourceReader:
+    """Reads with one model, and keeps at most ``max_held_tokens`` tokens of conversations, those
+    used last, so that the next turn of one reads only what is new.
+    """
+
+    def __init__(self, loaded: LoadedModel, max_held_tokens: int = 0) -> None:
+        self.loaded, self.max_held_tokens = loaded, max_held_tokens
+        self.model = RemoteModel(loaded.name, loaded.spec, loaded.fingerprint)
+        self._held: OrderedDict[Owner, tuple[list[int], HfCache]] = OrderedDict()
+
+    @property
+    def held_tokens(self) -> int:
+        return sum(len(ids) for ids, _ in self._held.values())
+
+    def read(self, token_ids: list[int], owner: Owner = ("", "")) -> SourceRead:
+        """The KV of ``token_ids``. ``owner``'s earlier read is extended where it begins alike;
+        without a conversation nothing is kept.
+
+        Raises InputError for tokens or lengths the model does not know, MismatchError when the keys
+        were written with more than one set of RoPE frequencies.
+        """
+        cache = self._begin(token_ids, owner)
+        held = num_entries(cache)
+        if held < len(token_ids):
+            cache = prefill(self.loaded, token_ids[held:], cache, logits_to_keep=1).cache
+        rope, length = self.loaded.spec.rope, len(token_ids)
+        if rope.length_dependent:
+            length = written_length(rope, written_lengths(cache, range(length)) or [length])
+        if owner[1]:
+            self._keep(token_ids, cache, owner)
+        pool = view_pool(cache)
+        kv = torch.stack([torch.cat(pool.keys), torch.cat(pool.values)])
+        return SourceRead(kv, length, self.model, len(token_ids) - held)
+
+    def _begin(self, token_ids: list[int], owner: Owner) -> HfCache:
+        if owner not in self._held:
+            return empty_cache()
+        held_ids, cache = self._held[owner]
+        shared = common_prefix(held_ids, token_ids)
+        return fork(cache, shared) if shared else empty_cache()
+
+    def _keep(self, token_ids: list[int], cache: HfCache, owner: Owner) -> None:
+        longer, _ = self._held.get(owner, ([], None))
+        if longer[: len(token_ids)] != token_ids:  # else what is held says more
+            self._held[owner] = list(token_ids), cache
+        self._held.move_to_end(owner)
+        while self.held_tokens > self.max_held_tokens:
+            self._held.popitem(last=False)

@@ -1,0 +1,99 @@
+"""The model `kvmap_pipeline` of the repository: an OpenAI request in, response objects out, the two
+models asked through Triton (business logic scripting). Tensors stay in the server's shared memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from trtllm_kvmap.errors import UnavailableError
+from trtllm_kvmap.models import load_tokenizer, read_spec
+from trtllm_kvmap.serve.metrics import Counters, Family
+from trtllm_kvmap.serve.pipeline import Pipeline, PipelineConfig
+from trtllm_kvmap.serve.source import Owner
+from trtllm_kvmap.serve.target import Event, Job
+from trtllm_kvmap.serve.triton.read import KV, WRITTEN_BY
+from trtllm_kvmap.serve.triton.tensors import (
+    ids_tensor,
+    parameter,
+    send_all,
+    text_of,
+    text_tensor,
+)
+
+
+class TritonPythonModel:
+    """What the python backend calls."""
+
+    def initialize(self, arguments: dict[str, str]) -> None:
+        target = parameter(arguments, "target")
+        config = PipelineConfig(
+            name=arguments["model_name"],
+            max_positions=read_spec(target).max_positions,
+            mapper_id=parameter(arguments, "mapper_id"),
+            first_tokens=int(parameter(arguments, "first_tokens")),
+            repair_window=int(parameter(arguments, "repair_window")),
+        )
+        self.pipeline = Pipeline(config, load_tokenizer(target), read=ask_source, answer=ask_target)
+        self.counters = Counters(counter_family)
+        self.threads = ThreadPoolExecutor(int(parameter(arguments, "threads")))
+
+    def execute(self, requests: list[Any]) -> None:
+        for request in requests:
+            self.threads.submit(self._carry_out, request)
+
+    def finalize(self) -> None:
+        self.threads.shutdown()
+
+    def _carry_out(self, request: Any) -> None:
+        if send_all(request, lambda: self._responses(request)):
+            self.counters.count_error()
+
+    def _responses(self, request: Any) -> Iterator[Any]:
+        parameters = json.loads(request.parameters())
+        for answered in self.pipeline.respond(text_of(request, "request"), parameters):
+            if answered.last is not None:
+                self.counters.count(answered.last)
+            yield pb_utils.InferenceResponse([text_tensor("response", json.dumps(answered.body))])
+
+
+def ask_source(token_ids: list[int], owner: Owner) -> list[Any]:
+    """The tensors of the source's read, still in shared memory."""
+    asked = pb_utils.InferenceRequest(
+        model_name="source",
+        inputs=[ids_tensor("token_ids", token_ids), text_tensor("owner", json.dumps(owner))],
+        requested_output_names=[KV, WRITTEN_BY],
+    )
+    response = asked.exec()
+    if response.has_error():
+        raise UnavailableError(response.error().message())
+    return [pb_utils.get_output_tensor_by_name(response, name) for name in (KV, WRITTEN_BY)]
+
+
+def ask_target(token_ids: list[int], job: Job, read: list[Any] | None) -> Iterator[Event]:
+    asked = pb_utils.InferenceRequest(
+        model_name="target",
+        inputs=[
+            ids_tensor("token_ids", token_ids),
+            text_tensor("job", json.dumps(job.to_json())),
+            *(read or []),
+        ],
+        requested_output_names=["event"],
+    )
+    for response in asked.exec(decoupled=True):
+        if response.has_error():
+            raise UnavailableError(response.error().message())
+        if response.output_tensors():
+            event = pb_utils.get_output_tensor_by_name(response, "event").as_numpy()[0]
+            yield Event.from_json(json.loads(event))
+
+
+def counter_family(name: str, description: str) -> Family:
+    kind = pb_utils.MetricFamily.COUNTER
+    family = pb_utils.MetricFamily(name=name, description=description, kind=kind)
+    return lambda labels: family.Metric(labels=labels)
