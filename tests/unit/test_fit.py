@@ -222,6 +222,8 @@ def test_equal_input_gives_equal_bytes(tmp_path: Path) -> None:
         "ridge": 1e-3,
         "fields": "same",
         "own_slices": True,
+        "rank": 0,
+        "cut": "data",
         "dtype": "float32",
     }
     assert loaded.fitted["moments"] == [{"documents": 1, "tokens": 400}]

@@ -76,12 +76,15 @@ class MomentPart:
     """The moments of one group of columns: source slices in order, target slices in order.
 
     A fit can only use slices that stand in one part together. ``slices`` may include the target's
-    own layer 0 (origin "target"); ``targets`` are the target's slices to be predicted.
+    own layer 0 (origin "target"); ``targets`` are the target's slices to be predicted. ``metric``,
+    float64 [targets, head_dim, head_dim], is there when rows were weighed by the target's
+    sensitivity: what an error of each target slice costs, summed g g^T (calibrate/sensitivity.py).
     """
 
     slices: tuple[Slice, ...]
     targets: tuple[Slice, ...]
     moments: Moments
+    metric: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +123,17 @@ class MomentSet:
                 "The two moments files cover different columns; calibrate both with the same "
                 "scope and layer band."
             )
+        if [p.metric is None for p in self.parts] != [p.metric is None for p in other.parts]:
+            raise MismatchError(
+                "One of the two moments files weighs its tokens by sensitivity, the other does "
+                "not; calibrate both with the same weighting."
+            )
         parts = tuple(
-            replace(a, moments=a.moments + b.moments)
+            replace(
+                a,
+                moments=a.moments + b.moments,
+                metric=None if a.metric is None or b.metric is None else a.metric + b.metric,
+            )
             for a, b in zip(self.parts, other.parts, strict=True)
         )
         counted = {
@@ -136,6 +148,8 @@ class MomentSet:
         for number, part in enumerate(self.parts):
             for name, tensor in zip(_NAMES, part.moments.tensors(), strict=True):
                 tensors[f"{number}.{name}"] = tensor
+            if part.metric is not None:
+                tensors[f"{number}.metric"] = part.metric
             index.append(
                 {
                     "slices": slices_to_json(part.slices),
@@ -172,6 +186,7 @@ class MomentSet:
                         slices=slices_from_json(entry["slices"]),
                         targets=slices_from_json(entry["targets"]),
                         moments=Moments(a, b, c, d, e, entry["count"]),
+                        metric=tensors.get(f"{number}.metric"),
                     )
                 )
             table, sinks = native_from_tensors(tensors, content["sinks"])

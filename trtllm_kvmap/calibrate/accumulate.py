@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from trtllm_kvmap.artifact.moments import MomentPart, Moments
 from trtllm_kvmap.calibrate.capture import CapturedKv
 from trtllm_kvmap.calibrate.parts import PartPlan
+from trtllm_kvmap.calibrate.sensitivity import row_weights
 from trtllm_kvmap.spec.slices import Slice
 
 # Gram rows computed at a time: bounds the float32 workspace at this many rows of the gram.
@@ -20,37 +23,80 @@ class PartSums:
     back in float64: sum x y^T = sum (x - m)(y - n)^T + T m n^T. Key channels with a large constant
     part would otherwise lose their variation to float32 rounding. Documents are added in float64,
     one at a time, so how they are spread over ranks changes no more than the order of float64 sums.
+
+    When rows are ``weighted``, ``metric`` float64 [targets, head_dim, head_dim] adds up the outer
+    products of the gradients (sensitivity.py), whose squares are the weights.
     """
 
-    def __init__(self, plan: PartPlan, moments: Moments | None = None) -> None:
+    def __init__(
+        self, plan: PartPlan, *, weighted: bool = False, saved: MomentPart | None = None
+    ) -> None:
         self.plan = plan
-        moments = moments or Moments.zeros(plan.width, plan.target_width)
+        moments = saved.moments if saved else Moments.zeros(plan.width, plan.target_width)
         self.gram, self.cross, self.source_sum, self.target_sum, self.target_square = (
             moments.tensors()
         )
         self.count = moments.count
+        self.metric = saved.metric if saved else None
+        if weighted and self.metric is None:
+            head_dim = plan.target_width // len(plan.targets)
+            shape = len(plan.targets), head_dim, head_dim
+            self.metric = torch.zeros(shape, dtype=torch.float64)
 
-    def add(self, source: CapturedKv, target: CapturedKv, skip_first: int) -> None:
-        """Add one document without its first ``skip_first`` tokens."""
+    def tensors(self) -> list[torch.Tensor]:
+        """Everything that adds up, but the count."""
+        sums = [self.gram, self.cross, self.source_sum, self.target_sum, self.target_square]
+        return sums if self.metric is None else [*sums, self.metric]
+
+    def add(
+        self,
+        source: CapturedKv,
+        target: CapturedKv,
+        skip_first: int,
+        weights: torch.Tensor | None = None,
+    ) -> None:
+        """Add one document without its first ``skip_first`` tokens. ``weights``: float32
+        [num_tokens], one for each of the rest, mean 1; None: all 1.
+        """
         x = _columns(self.plan.slices, source, target)[skip_first:]
         y = _columns(self.plan.targets, source, target)[skip_first:]
-        tokens = len(x)
-        x_sum, y_sum = x.sum(0, dtype=torch.float64), y.sum(0, dtype=torch.float64)
+
+        def weighed(rows: torch.Tensor) -> torch.Tensor:
+            return rows if weights is None else rows * weights[:, None]
+
+        tokens = len(x)  # and the sum of the weights
+        x_sum = weighed(x).sum(0, dtype=torch.float64)
+        y_sum = weighed(y).sum(0, dtype=torch.float64)
         x, y = x - (x_sum / tokens).float(), y - (y_sum / tokens).float()
+        weighed_x = weighed(x)
         for start in range(0, self.plan.width, ROWS):
             rows = slice(start, start + ROWS)
-            # Only the upper triangle; moments() mirrors it.
+            # Only the upper triangle; part() mirrors it.
             upper = self.gram[rows, start:]
-            upper.add_(x[:, rows].T @ x[:, start:])
+            upper.add_(weighed_x[:, rows].T @ x[:, start:])
             upper.addr_(x_sum[rows], x_sum[start:], alpha=1 / tokens)
             cross = self.cross[rows]
-            cross.add_(x[:, rows].T @ y)
+            cross.add_(weighed_x[:, rows].T @ y)
             cross.addr_(x_sum[rows], y_sum, alpha=1 / tokens)
         self.source_sum.add_(x_sum)
         self.target_sum.add_(y_sum)
-        self.target_square.add_(y.square().sum(0, dtype=torch.float64))
+        self.target_square.add_(weighed(y.square()).sum(0, dtype=torch.float64))
         self.target_square.addcmul_(y_sum, y_sum, value=1 / tokens)
         self.count += tokens
+
+    def add_gradients(
+        self, gradients: Sequence[CapturedKv], skip_first: int, ess_floor: float
+    ) -> torch.Tensor:
+        """Add the outer products of the gradients to the metric; returns the weights for add."""
+        targets = self.plan.targets
+        squares = torch.zeros(())
+        for gradient in gradients:
+            g = _columns(targets, gradient, gradient)[skip_first:]
+            g = g.view(len(g), len(targets), -1)
+            squares = squares + g.square().sum((1, 2))
+            if self.metric is not None:
+                self.metric.add_(torch.einsum("tsd,tse->sde", g, g))
+        return row_weights(squares, ess_floor)
 
     def part(self) -> MomentPart:
         """The moments so far. The tensors are the running sums themselves, not a copy."""
@@ -67,7 +113,7 @@ class PartSums:
             self.target_square,
             self.count,
         )
-        return MomentPart(self.plan.slices, self.plan.targets, moments)
+        return MomentPart(self.plan.slices, self.plan.targets, moments, self.metric)
 
 
 def _columns(slices: tuple[Slice, ...], source: CapturedKv, target: CapturedKv) -> torch.Tensor:

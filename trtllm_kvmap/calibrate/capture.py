@@ -6,6 +6,7 @@ are read: after k-norm and bias, whatever the architecture, and without a hook i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -42,6 +43,24 @@ def capture_kv(loaded: LoadedModel, token_ids: torch.Tensor) -> CapturedKv:
     captured = CapturedKv(remove_rope(keys.float(), positions, rope, length), values.float())
     _require_finite(loaded, captured)
     return captured
+
+
+@torch.no_grad()
+def read(loaded: LoadedModel, token_ids: torch.Tensor) -> DynamicCache:
+    """The cache of ``token_ids`` (int64 [num_tokens]) from position 0; no logits are computed."""
+    cache = DynamicCache()
+    _run(loaded, token_ids.to(loaded.device)[None], cache)
+    return cache
+
+
+def cache_of(keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> DynamicCache:
+    """A cache of these rotated keys and values, one [1, num_kv_heads, num_tokens, head_dim] each
+    layer; nothing is copied and gradients flow through it.
+    """
+    cache = DynamicCache()
+    for layer, (k, v) in enumerate(zip(keys, values, strict=True)):
+        cache.update(k, v, layer)
+    return cache
 
 
 def sink_entry(loaded: LoadedModel, token_ids: list[int]) -> SinkEntry:
@@ -89,14 +108,11 @@ class _FirstLayerCache(DynamicCache):
         raise _FirstLayerError(key_states, value_states)
 
 
-@torch.no_grad()
 def _cached(loaded: LoadedModel, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotated keys, and values, of one sequence: [num_layers, num_kv_heads, num_tokens,
     head_dim].
     """
-    cache = DynamicCache()
-    _run(loaded, token_ids.to(loaded.device)[None], cache)
-    layers: Any = cache.layers
+    layers: Any = read(loaded, token_ids).layers
     return (
         torch.stack([layer.keys[0] for layer in layers]),
         torch.stack([layer.values[0] for layer in layers]),

@@ -35,6 +35,19 @@ class CalibrationConfig:
     max_tokens: int = field(
         default=1024, metadata={"help": "Longer documents are read in windows of so many tokens."}
     )
+    weighting: Literal["uniform", "sensitivity"] = field(
+        default="uniform",
+        metadata={
+            "help": "uniform: every token counts alike; sensitivity: by how much the target's next "
+            "words depend on its keys and values, each layer apart."
+        },
+    )
+    ess_floor: float = field(
+        default=0.02,
+        metadata={
+            "help": "Least effective sample size, as a share of a document's tokens (sensitivity)."
+        },
+    )
     checkpoint_every: int = field(
         default=64, metadata={"help": "Documents between two checkpoints."}
     )
@@ -49,6 +62,10 @@ class CalibrationConfig:
         for name, least in (("skip_first", 0), ("checkpoint_every", 1)):
             if getattr(self, name) < least:
                 raise InputError(f"{name} must be at least {least}, got {getattr(self, name)}.")
+        if self.weighting not in ("uniform", "sensitivity"):
+            raise InputError(f"weighting must be uniform or sensitivity, got {self.weighting!r}.")
+        if not 0 < self.ess_floor <= 1:
+            raise InputError(f"ess_floor must lie above 0 and be at most 1, got {self.ess_floor}.")
         if self.max_tokens <= self.min_tokens:
             raise InputError(
                 f"max_tokens must leave two tokens after skip_first = {self.skip_first}; got "
@@ -57,8 +74,10 @@ class CalibrationConfig:
 
     @property
     def min_tokens(self) -> int:
-        """A document needs this many tokens to add anything."""
-        return self.skip_first + 1
+        """A document needs this many tokens to add anything: one after the first ones, and one that
+        is read after it when tokens are weighed.
+        """
+        return self.skip_first + (1 if self.weighting == "uniform" else 2)
 
     def window(self, source: ModelSpec, target: ModelSpec) -> int:
         """The longest document, in tokens, that both models are given."""

@@ -24,8 +24,7 @@ def add_over_ranks(sums: list[PartSums]) -> None:
     if place()[1] == 1:
         return
     for part in sums:
-        tensors = part.gram, part.cross, part.source_sum, part.target_sum, part.target_square
-        for tensor in tensors:
+        for tensor in part.tensors():
             dist.all_reduce(tensor)
         count = torch.tensor(part.count)
         dist.all_reduce(count)

@@ -27,7 +27,8 @@ def plan_parts(
     source: ModelSpec, target: ModelSpec, config: CalibrationConfig
 ) -> tuple[PartPlan, ...]:
     """One part for keys and one for values, or one for both (``joint``), or one per head (scope
-    head). The target's own layer 0 stands behind the source slices of its field.
+    head). The target's own layer 0 stands behind the source slices of its field. Weighted rows
+    count differently for every layer and field of the target, so each of these is a part.
 
     Raises MismatchError for scope head with unequal KV heads, InputError for layers the target does
     not have.
@@ -46,8 +47,15 @@ def plan_parts(
                 f"and {target.name} {target.num_kv_heads}. Use scope all."
             )
         heads = list(range(source.num_kv_heads))
+    bands = [range(first, last)]
+    if config.weighting != "uniform":
+        bands = [range(layer, layer + 1) for layer in bands[0]]
     return tuple(
-        _part(source, target, group, head, range(first, last)) for group in fields for head in heads
+        _part(source, target, group, predicted, head, band)
+        for group in fields
+        for predicted in ([group] if config.weighting == "uniform" else [(f,) for f in group])
+        for head in heads
+        for band in bands
     )
 
 
@@ -55,6 +63,7 @@ def _part(
     source: ModelSpec,
     target: ModelSpec,
     fields: Sequence[Field],
+    predicted: Sequence[Field],
     head: int | None,
     layers: range,
 ) -> PartPlan:
@@ -63,6 +72,7 @@ def _part(
     for field in fields:
         slices += source_slices(field, source.num_layers, source.num_kv_heads)
         slices += own_slices(field, target.num_kv_heads)
+    for field in predicted:
         targets += [
             Slice("target", field, layer, h) for layer in layers for h in range(target.num_kv_heads)
         ]

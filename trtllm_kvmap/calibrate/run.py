@@ -15,6 +15,7 @@ from trtllm_kvmap.calibrate.capture import capture_kv, sink_entry, token_table
 from trtllm_kvmap.calibrate.config import CalibrationConfig
 from trtllm_kvmap.calibrate.distributed import add_over_ranks, place
 from trtllm_kvmap.calibrate.parts import plan_parts
+from trtllm_kvmap.calibrate.sensitivity import gradients
 from trtllm_kvmap.calibrate.text import shared_prefix, text_digest
 from trtllm_kvmap.errors import InputError, MismatchError
 from trtllm_kvmap.models import LoadedModel, require_same_tokens
@@ -30,11 +31,16 @@ def calibrate(
     config: CalibrationConfig,
     out_path: str | Path,
     *,
+    continuations: Sequence[Sequence[Sequence[int]]] | None = None,
     resume: bool = False,
     on_document: Callable[[int, int], None] | None = None,
 ) -> MomentSet:
     """Read ``documents`` (token ids, see text.read_documents) with both models and write the
     moments to ``out_path``.
+
+    With ``weighting`` sensitivity, ``continuations`` are what the target reads after each document
+    (token ids, any number of them: questions, say) and what its keys and values are weighed by.
+    None takes the last quarter of every document, whose tokens then add nothing themselves.
 
     Memory stays bounded: a document's activations are dropped before the next one is read. Every
     ``checkpoint_every`` documents the sums so far go to ``<out_path>.partial``, which is removed at
@@ -50,23 +56,27 @@ def calibrate(
     _require_usable(source, target, documents, config)
     plans = plan_parts(source.spec, target.spec, config)
     rank, ranks = place()
-    mine = documents[rank::ranks]
+    mine = range(rank, len(documents), ranks)
     partial = Path(f"{out_path}.partial" if ranks == 1 else f"{out_path}.partial.{rank}")
+    asked = _asked(target, documents, config, continuations)
     record: dict[str, Any] = {
         "config": {**asdict(config), "layers": list(config.layers)},
         "text": [text_digest(documents)],
     }
+    if continuations is not None:
+        record["text"].append(text_digest([ids for each in continuations for ids in each]))
     record["config"].pop("checkpoint_every")  # changes no number
     run = {**record, "rank": rank, "ranks": ranks}
 
-    done, sums = 0, [PartSums(plan) for plan in plans]
+    weighted = config.weighting != "uniform"
+    done, sums = 0, [PartSums(plan, weighted=weighted) for plan in plans]
     if resume and partial.exists():
         saved = _load_partial(partial, source, target, run)
         done = saved.record["documents"]
-        sums = [PartSums(p, s.moments) for p, s in zip(plans, saved.parts, strict=True)]
-    for number in range(done, len(mine)):
-        _add_document(sums, source, target, mine[number], config.skip_first)
-        done = number + 1
+        sums = [PartSums(p, saved=s) for p, s in zip(plans, saved.parts, strict=True)]
+    for number in mine[done:]:
+        _add_document(sums, source, target, *asked(number), config)
+        done += 1
         if done % config.checkpoint_every == 0 and done < len(mine):
             _moment_set(source, target, sums, {**run, "documents": done}).save(partial)
         if on_document is not None:
@@ -84,18 +94,53 @@ def calibrate(
     return moments
 
 
+def _asked(
+    target: LoadedModel,
+    documents: Sequence[Sequence[int]],
+    config: CalibrationConfig,
+    continuations: Sequence[Sequence[Sequence[int]]] | None,
+) -> Callable[[int], tuple[Sequence[int], Sequence[Sequence[int]]]]:
+    """By a document's number: the tokens that are added, and what is read after them."""
+    if config.weighting == "uniform":
+        if continuations is not None:
+            raise InputError("continuations are read only with weighting sensitivity; ask for it.")
+        return lambda number: (documents[number], ())
+    if continuations is None:
+        cuts = [max(config.skip_first + 1, 3 * len(ids) // 4) for ids in documents]
+        return lambda n: (documents[n][: cuts[n]], [documents[n][cuts[n] :]])
+    given = continuations
+    if len(given) != len(documents) or not all(each and all(each) for each in given):
+        raise InputError(
+            f"Every document needs at least one continuation of at least one token; "
+            f"{len(documents)} documents were given, and continuations for {len(given)}."
+        )
+    limit = target.spec.max_positions
+    longest = max(len(d) + max(map(len, each)) for d, each in zip(documents, given, strict=True))
+    if longest > limit:
+        raise InputError(
+            f"A document and its continuation have {longest} tokens together, but {target.name} "
+            f"reads at most {limit}; cut the document."
+        )
+    return lambda number: (documents[number], given[number])
+
+
 def _add_document(
     sums: list[PartSums],
     source: LoadedModel,
     target: LoadedModel,
     token_ids: Sequence[int],
-    skip_first: int,
+    continuations: Sequence[Sequence[int]],
+    config: CalibrationConfig,
 ) -> None:
     """A function of its own, so that nothing holds the activations when the next one is read."""
     ids = torch.tensor(token_ids)
     kv = capture_kv(source, ids), capture_kv(target, ids)
+    skip, weights = config.skip_first, None
+    slopes = gradients(target, ids, continuations) if continuations else ()
     for part in sums:
-        part.add(*kv, skip_first)
+        if slopes:
+            weights = part.add_gradients(slopes, skip, config.ess_floor)
+        part.add(*kv, skip, weights)
 
 
 def _moment_set(

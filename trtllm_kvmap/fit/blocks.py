@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from trtllm_kvmap.artifact.kvmap import HeadGroup
+from trtllm_kvmap.artifact.second import SecondTerm
 from trtllm_kvmap.errors import InputError, MismatchError, NumericsError
 from trtllm_kvmap.fit.centred import CentredPart, describe
 from trtllm_kvmap.fit.config import FitConfig
-from trtllm_kvmap.fit.ridge import Solution, factorise, r2_of, singular_error
+from trtllm_kvmap.fit.lowrank import truncate
+from trtllm_kvmap.fit.ridge import Factor, factorise, r2_of, singular_error
 from trtllm_kvmap.fit.selection import select_blocks
 from trtllm_kvmap.spec.slices import FIELDS, Field, Slice
 
@@ -75,7 +77,7 @@ def fit_blocks(
     if count >= len(blocks):  # nothing to choose: one factor serves every group
         factor = factorise(part, everything, config.ridge, groups[0])
         for targets in groups:
-            yield _fitted(factor.slices, targets, factor.solve(targets), config)
+            yield _fitted(factor, targets, config)
         return
     gram = part.gram(everything)
     gram.diagonal().add_(part.penalty(everything, config.ridge))
@@ -85,13 +87,18 @@ def fit_blocks(
         if not chosen:
             raise singular_error(part, everything, config.ridge, targets)
         slices = tuple(s for number in chosen for s in blocks[number])
-        solution = factorise(part, slices, config.ridge, targets).solve(targets)
-        yield _fitted(slices, targets, solution, config)
+        yield _fitted(factorise(part, slices, config.ridge, targets), targets, config)
 
 
-def _fitted(slices: Block, targets: Block, solution: Solution, config: FitConfig) -> FittedGroup:
-    weight = solution.weight.to(getattr(torch, config.dtype))
-    if not bool(torch.isfinite(weight).all()):
+def _fitted(factor: Factor, targets: Block, config: FitConfig) -> FittedGroup:
+    solution = factor.solve(targets)
+    weight, second = solution.weight, None
+    if 0 < config.rank < min(weight.shape):
+        down, up = truncate(factor, weight, targets, config.rank, config.cut)
+        solution = factor.judge(down @ up, targets)
+        second = SecondTerm(down.float(), torch.zeros(config.rank), up.float(), "identity")
+    stored, scale = (None, None) if second else store(solution.weight, config.dtype)
+    if stored is not None and not bool(torch.isfinite(stored.float()).all()):
         raise NumericsError(
             f"The weights for the {describe(targets)} do not fit into {config.dtype}; store them "
             f"as float32 or bfloat16, or raise the ridge."
@@ -100,9 +107,22 @@ def _fitted(slices: Block, targets: Block, solution: Solution, config: FitConfig
         field=targets[0].field,
         layer=targets[0].layer,
         heads=tuple(t.head for t in targets),
-        slices=slices,
-        weight=weight,
+        slices=factor.slices,
+        weight=stored,
         bias=solution.bias.float(),
+        weight_scale=scale,
+        second=second,
     )
     errors, variances = (x.chunk(len(targets)) for x in (solution.error, solution.variance))
     return FittedGroup(group, tuple(map(r2_of, errors, variances)))
+
+
+def store(weight: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``weight`` in the type it is stored in; for float8 with the scale of each column, which
+    brings its largest entry to the largest number that the type has.
+    """
+    kind: torch.dtype = getattr(torch, dtype)
+    if kind != torch.float8_e4m3fn:
+        return weight.to(kind), None
+    scale = (weight.abs().amax(0) / torch.finfo(kind).max).clamp_min(1e-30).float()
+    return (weight / scale).to(kind), scale

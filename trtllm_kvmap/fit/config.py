@@ -31,8 +31,21 @@ class FitConfig:
         default=True,
         metadata={"help": "Let target heads also read the target's own layer 0 (slice)."},
     )
-    dtype: Literal["float32", "float16", "bfloat16"] = field(
-        default="float32", metadata={"help": "Type the weights are stored in."}
+    rank: int = field(
+        default=0,
+        metadata={"help": "Rank of a group's matrix (0: as it is fitted)."},
+    )
+    cut: Literal["output", "data", "plain"] = field(
+        default="data",
+        metadata={
+            "help": "What a low rank loses least of: what the target makes of keys and values "
+            "(output, after calibration with weighting sensitivity), their error (data), or "
+            "the weight's own singular values (plain)."
+        },
+    )
+    dtype: Literal["float32", "float16", "bfloat16", "float8_e4m3fn"] = field(
+        default="float32",
+        metadata={"help": "Type the weights are stored in (float8: with a scale per column)."},
     )
 
     def __post_init__(self) -> None:
@@ -42,7 +55,14 @@ class FitConfig:
         if not (math.isfinite(self.ridge) and self.ridge >= 0):
             raise InputError(f"ridge must be zero or a positive number, got {self.ridge}.")
         _require_one_of("fields", self.fields, ("same", "both"))
-        _require_one_of("dtype", self.dtype, ("float32", "float16", "bfloat16"))
+        _require_one_of("cut", self.cut, ("output", "data", "plain"))
+        _require_one_of("dtype", self.dtype, ("float32", "float16", "bfloat16", "float8_e4m3fn"))
+        if self.rank < 0:
+            raise InputError(f"rank must not be negative, got {self.rank}.")
+        if self.rank and self.dtype != "float32":
+            raise InputError(
+                f"Low-rank maps are stored in float32; leave dtype {self.dtype} or the rank out."
+            )
 
 
 def _require_one_of(name: str, given: str, known: tuple[str, ...]) -> None:

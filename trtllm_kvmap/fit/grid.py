@@ -32,14 +32,22 @@ class FitGrid:
     own_slices: bool = field(
         default=True, metadata={"help": "also read the target's own layer 0 (slice)"}
     )
-    dtype: Literal["float32", "float16", "bfloat16"] = field(
+    rank: tuple[int, ...] = field(
+        default=(0,), metadata={"help": "rank of each matrix, 0 for full; repeatable"}
+    )
+    cut: Literal["output", "data", "plain"] = field(
+        default="data",
+        metadata={"help": "what a low rank loses least of: see FitConfig"},
+    )
+    dtype: Literal["float32", "float16", "bfloat16", "float8_e4m3fn"] = field(
         default="float32", metadata={"help": "type the weights are stored in"}
     )
 
     def candidates(self) -> list[FitConfig]:
         """The distinct configurations, in order. Raises InputError as FitConfig does."""
         found: dict[FitConfig, None] = {}
-        for scope, k, n, ridge in product(self.scope, self.k, self.n, self.ridge):
+        axes = self.scope, self.k, self.n, self.ridge, self.rank
+        for scope, k, n, ridge, rank in product(*axes):
             learned = scope != "copy"
             found[
                 FitConfig(
@@ -49,6 +57,8 @@ class FitGrid:
                     ridge=ridge if learned else self.ridge[0],
                     fields=self.fields,
                     own_slices=self.own_slices,
+                    rank=rank if learned else 0,
+                    cut=self.cut,
                     dtype=self.dtype,
                 )
             ] = None

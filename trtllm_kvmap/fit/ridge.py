@@ -50,11 +50,24 @@ class Factor:
         weight = torch.cholesky_solve(cross, self.cholesky)
         if not bool(torch.isfinite(weight).all()):
             raise singular_error(part, self.slices, self.ridge, targets)
+        # variance - 2 W.C + W.(G W), where the normal equations (G + P) W = C replace G W.
+        explained = (weight * cross).sum(0) + (self.penalty[:, None] * weight.square()).sum(0)
+        return self._solution(weight, targets, explained)
+
+    def judge(self, weight: torch.Tensor, targets: Sequence[Slice]) -> Solution:
+        """Another ``weight`` for the same slices, with its best bias and what it leaves."""
+        cross = self.part.cross(self.slices, targets)
+        penalised = (self.penalty[:, None] * weight.square()).sum(0)
+        squares = (self.cholesky.T @ weight).square().sum(0) - penalised  # W.(G W)
+        return self._solution(weight, targets, 2 * (weight * cross).sum(0) - squares)
+
+    def _solution(
+        self, weight: torch.Tensor, targets: Sequence[Slice], explained: torch.Tensor
+    ) -> Solution:
+        part = self.part
         mean = part.source_mean[part.columns(self.slices)]
         bias = part.target_mean[part.target_columns(targets)] - weight.T @ mean
         variance = part.target_variance(targets)
-        # variance - 2 W.C + W.(G W), where the normal equations (G + P) W = C replace G W.
-        explained = (weight * cross).sum(0) + (self.penalty[:, None] * weight.square()).sum(0)
         return Solution(weight, bias, (variance - explained).clamp_(min=0.0), variance)
 
 
