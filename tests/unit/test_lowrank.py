@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from fit_rows import draw_rows, least_squares, targets_of
+from fit_rows import draw_rows, targets_of
 
 from trtllm_kvmap.artifact.moments import MomentSet
 from trtllm_kvmap.errors import InputError, MismatchError

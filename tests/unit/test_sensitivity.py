@@ -98,7 +98,7 @@ def test_moments_are_weighted_sums(pair: tuple[LoadedModel, LoadedModel], tmp_pa
     ]
     for part in moments.parts:
         field, layer = part.targets[0].field, part.targets[0].layer
-        gram = cross = metric = 0.0
+        gram = cross = metric = square = 0.0
         for document, after in zip(DOCUMENTS, AFTER, strict=True):
             ids = torch.tensor(document)
             kv = {"source": capture_kv(source, ids), "target": capture_kv(target, ids)}
@@ -117,11 +117,13 @@ def test_moments_are_weighted_sums(pair: tuple[LoadedModel, LoadedModel], tmp_pa
             }
             gram = gram + np.einsum("t,ta,tb->ab", w, columns["x"], columns["x"])
             cross = cross + np.einsum("t,ta,tb->ab", w, columns["x"], columns["y"])
+            square = square + (w[:, None] * columns["y"] ** 2).sum(0)
             metric = metric + sum(np.einsum("hta,htb->hab", g[:, 2:], g[:, 2:]) for g in slopes)
         found = part.moments
         np.testing.assert_allclose(found.gram, gram, rtol=1e-4, atol=1e-5 * abs(gram).max())
         np.testing.assert_allclose(found.cross, cross, rtol=1e-4, atol=1e-5 * abs(cross).max())
         np.testing.assert_allclose(part.metric, metric, rtol=1e-4, atol=1e-5 * abs(metric).max())
+        np.testing.assert_allclose(found.target_square, square, rtol=1e-4)
         assert found.count == sum(len(d) - 2 for d in DOCUMENTS)
 
 
