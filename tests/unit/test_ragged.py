@@ -52,7 +52,8 @@ def test_rows_read_as_if_alone_whatever_the_others_do(random_model: Callable) ->
         said = [whole[:length] for whole, length in zip(said, lengths, strict=True)]
         rows.settle(lengths)
         assert rows.lengths == lengths
-        assert rows.mask.shape == (3, max(lengths)) and num_entries(rows.cache) == max(lengths)
+        assert rows.mask.shape == (3, max(lengths))
+        assert num_entries(rows.cache) == max(lengths)
         for row, whole in enumerate(said):
             kept = rows.mask[row]
             assert kept.tolist() == [False] * (max(lengths) - len(whole)) + [True] * len(whole)
@@ -62,6 +63,18 @@ def test_rows_read_as_if_alone_whatever_the_others_do(random_model: Callable) ->
                 for here, there in zip(getattr(mine, field), getattr(own, field), strict=True):
                     torch.testing.assert_close(here[row][:, kept], there[0], rtol=0, atol=5e-5)
     assert all(map(torch.equal, before, view_pool(given).keys)), "the given cache was changed"
+
+
+def test_a_row_at_the_models_limit_does_not_hold_up_a_shorter_one(random_model: Callable) -> None:
+    loaded = random_model(max_positions=20)
+    ids, mask = torch.tensor([tokens(19, 1), tokens(19, 2)]), torch.ones(2, 19, dtype=torch.bool)
+    mask[1, :10] = False
+    read = prefill(loaded, ids, attention_mask=mask)
+    rows = RaggedRows(loaded, read.cache, mask)
+    for new in ([[7], [8, 9, 10]], [[], [11, 12, 13]]):
+        logits = rows.read(new)
+    alone = prefill(loaded, [*ids[1, 10:].tolist(), 8, 9, 10, 11, 12, 13]).logits
+    torch.testing.assert_close(logits[1], alone[-3:], rtol=0, atol=5e-5)
 
 
 def test_kept_entries_close_up_behind_zeros(random_model: Callable) -> None:
