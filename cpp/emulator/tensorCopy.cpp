@@ -153,13 +153,13 @@ void copyTensorBox(std::uint32_t destination, CUtensorMap const* map, int rank, 
     {
         fail("cp.async.bulk.tensor: more than %zu boxes of a block in flight", block.tensorCopies.size());
     }
-    checkMbarrier(mbarrier, "cp.async.bulk.tensor");
     ++block.statistics.tensorCopies;
     noteWrite(target, bytes);
     if (block.options().asyncCopies == AsyncCopies::kPOISONED)
     {
         std::memset(target, 0xff, bytes);
     }
+    checkMbarrier(mbarrier, "cp.async.bulk.tensor"); // whoever waits there comes after this write
     TensorCopy copy {};
     std::memcpy(copy.map, &decoded, sizeof(decoded));
     copy.shared = block.shared();

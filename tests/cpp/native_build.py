@@ -43,6 +43,26 @@ def build_library(
     return library
 
 
+def build_sanitized(sanitizer: str, cpp: Path = ROOT / "cpp", cache: Path = CACHE) -> Path:
+    """sanitizedMap.cpp as a program whose kernels are instrumented, as -fsanitize names it. The
+    emulator itself is not: it tells the sanitizer what it does.
+    """
+    plain = (*FLAGS, "-DTRTLLM_KVMAP_EMULATE", "-march=native", "-g1")
+    flags = (f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-O1")
+    emulator = sorted((cpp / "emulator").glob("*.cpp"))
+    kernels = [*(cpp / "kernels").glob("*.cpp"), *(cpp / "kernels").glob("*.cu")]
+    kernels = [*sorted(kernels), ROOT / "tests" / "cpp" / "sanitizedMap.cpp"]
+    objects = [_compile(path, cpp, plain, cache) for path in emulator]
+    objects += [_compile(path, cpp, (*plain, *flags), cache) for path in kernels]
+    key = hashlib.sha256("".join(str(path) for path in objects).encode()).hexdigest()[:16]
+    program = cache / f"sanitized-{sanitizer.replace(',', '-')}-{key}"
+    if not program.exists():
+        made = program.with_suffix(f".{os.getpid()}")
+        _run(["g++", *flags, *map(str, objects), "-o", str(made), "-ldl", "-lpthread"])
+        made.rename(program)
+    return program
+
+
 def included(path: Path, cpp: Path) -> list[Path]:
     """``path`` and every header of ours that it includes, directly or not, sorted."""
     seen: set[Path] = set()
