@@ -127,7 +127,7 @@ def start_target(
 
     Banded.layers_per_band = layers_per_band
     args = llm_args(target.model.config.name_or_path)
-    return _start(
+    return start_engine(
         imported.version,
         target,
         Reporting(args),
@@ -144,10 +144,10 @@ def start_source(imported: Shell, source: LoadedModel) -> FakeTrtLlm:
     """The engine of ``source`` with the connector's classes of the source's side."""
     args = llm_args(source.model.config.name_or_path)
     halves = imported.connector.KvExportScheduler(args), imported.connector.KvExportWorker(args)
-    return _start(imported.version, source, *halves, {}, set(), 64, 8192)
+    return start_engine(imported.version, source, *halves, {}, set(), 64, 8192)
 
 
-def _start(
+def start_engine(
     version: str,
     model: LoadedModel,
     scheduler: Any,
@@ -158,6 +158,7 @@ def _start(
     max_num_tokens: int,
     **cache: Any,
 ) -> FakeTrtLlm:
+    """``model`` in a fake executor, with these two halves of a connector."""
     modules = fake.make_modules(version)
     names = modules[fake.CONNECTOR[version]]
     salt_field = "cache_salt_id" if version == "1.2.1" else "cache_salt"

@@ -124,6 +124,20 @@ class TorchLlmArgs:
 
 
 @dataclass
+class KvCacheConnectorConfig:
+    connector_module: str
+    connector_scheduler_class: str
+    connector_worker_class: str
+
+
+@dataclass
+class SamplingParams:
+    max_tokens: int
+    temperature: float
+    ignore_eos: bool = False
+
+
+@dataclass
 class _Request:
     """What the bindings show of a request, and what the fake executor keeps in it."""
 
@@ -155,7 +169,7 @@ def make_modules(version: str) -> dict[str, ModuleType]:
     salt = "cache_salt_id" if version == "1.2.1" else "cache_salt"
     request = make_dataclass("LlmRequest", [(salt, Any, None)], bases=(_Request,))
     contents: dict[str, dict[str, Any]] = {
-        "tensorrt_llm": {"__version__": version},
+        "tensorrt_llm": {"__version__": version, "SamplingParams": SamplingParams},
         CONNECTOR[version]: {
             "KvCacheConnectorScheduler": KvCacheConnectorScheduler,
             "KvCacheConnectorWorker": KvCacheConnectorWorker,
@@ -167,6 +181,7 @@ def make_modules(version: str) -> dict[str, ModuleType]:
             "TorchLlmArgs": TorchLlmArgs,
             "KvCacheConfig": KvCacheConfig,
             "SchedulerConfig": SchedulerConfig,
+            "KvCacheConnectorConfig": KvCacheConnectorConfig,
         },
         "tensorrt_llm.inputs.utils": {"get_cache_salt_id": get_cache_salt_id},
     }

@@ -229,12 +229,11 @@ def test_a_pass_without_new_metadata_loads_nothing_again(host: FakeTrtLlm, world
     ids = world.prompt(13)
     host.submit(Ask(ids, 4, salt=world.offer(ids)))
     host.executor.step()
-    before = host.executor.cache.pool.clone()
+    host.executor.cache.pool.fill_(7.0)
     host.executor.worker.start_load_kv(None)
     for layer in range(5):
         host.executor.worker.wait_for_layer_load(layer, None)
-    assert torch.equal(host.executor.cache.pool.view(torch.int32), before.view(torch.int32))
-    host.executor.run()
+    assert bool((host.executor.cache.pool == 7.0).all())
 
 
 def test_blocks_that_do_not_fit_are_known_before_the_promise(

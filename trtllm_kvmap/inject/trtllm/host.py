@@ -15,6 +15,7 @@ from typing import Any
 
 from trtllm_kvmap.errors import UnavailableError
 from trtllm_kvmap.inject.trtllm.signatures import (
+    CALLS,
     RELEASES,
     SALT_ID,
     SCHEDULER,
@@ -40,7 +41,13 @@ def differences(release: Release) -> Iterator[str]:
             yield f"{owner} asks for {', '.join(unknown)}, which this shell does not have"
 
 
-def _method_difference(method: Method) -> Iterator[str]:
+def caller_differences() -> Iterator[str]:
+    """The same for what a program calls that sends requests to an engine."""
+    for method in CALLS:
+        yield from _method_difference(method, by_keyword=True)
+
+
+def _method_difference(method: Method, *, by_keyword: bool = False) -> Iterator[str]:
     holder = _module(method.read.module)
     where = f"{method.owner}.{method.name}" if method.owner else method.name
     function = getattr(
@@ -49,9 +56,14 @@ def _method_difference(method: Method) -> Iterator[str]:
     if function is None:
         yield f"{where} is missing from {method.read.module}"
         return
-    found = tuple(p for p in inspect.signature(function).parameters if p != "self")
-    if found != method.parameters:
+    parameters = inspect.signature(function).parameters
+    found = tuple(p for p in parameters if p != "self")
+    if not by_keyword and found != method.parameters:
         yield f"{where} takes {_listed(found)}, not {_listed(method.parameters)}"
+    anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    missing = [name for name in method.parameters if name not in found]
+    if by_keyword and missing and not anything:
+        yield f"{where} does not take {_listed(missing)}"
 
 
 def _attribute_difference(attributes: Attributes) -> Iterator[str]:

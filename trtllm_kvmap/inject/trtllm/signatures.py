@@ -156,6 +156,20 @@ RELEASES = (
         ),
     ),
 )
+# What whoever sends requests calls, by keyword: these parameters, among others.
+_LLM = Read("tensorrt_llm", "tensorrt_llm/llmapi/llm.py", None)
+CALLS = (
+    Method(_LLM, "LLM", "__init__", ("model", "kv_connector_config", "kv_cache_config")),
+    Method(_LLM, "LLM", "generate_async", ("inputs", "sampling_params", "cache_salt")),
+    Method(_LLM, "LLM", "shutdown", ()),
+    Method(_LLM, "SamplingParams", "__init__", ("max_tokens", "temperature", "ignore_eos")),
+    Method(
+        _LLM_ARGS,
+        "KvCacheConnectorConfig",
+        "__init__",
+        ("connector_module", "connector_scheduler_class", "connector_worker_class"),
+    ),
+)
 # Turns a salt into a request's ``cache_salt_id``; needed where it has no ``cache_salt``.
 SALT_ID = Method(_SALT_ID, "", "get_cache_salt_id", ("cache_salt",))
 
