@@ -107,7 +107,8 @@ class KvMap:
 
     ``groups`` cover every (layer, field, head) of the target exactly once. ``fitted`` says how it
     was fitted and keeps the candidate table; ``evidence`` is the held-out report it earned (None:
-    unproven). Both are JSON.
+    unproven); ``guard`` is what decides whether a hand-over may stand (decode.guard.Guard; None: no
+    guard was set). All three are JSON.
     """
 
     source: ModelSpec
@@ -120,6 +121,7 @@ class KvMap:
     token_table: TokenTable | None = None
     sinks: tuple[SinkEntry, ...] = ()
     evidence: dict[str, Any] | None = None
+    guard: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         self._check_coverage()
@@ -148,6 +150,9 @@ class KvMap:
 
     def with_evidence(self, evidence: dict[str, Any]) -> KvMap:
         return replace(self, evidence=evidence)
+
+    def with_guard(self, guard: dict[str, Any]) -> KvMap:
+        return replace(self, guard=guard)
 
     def require_models(self, source: Fingerprint, target: Fingerprint) -> None:
         """Raise MismatchError unless these are the two models the map was fitted for."""
@@ -183,6 +188,7 @@ class KvMap:
             "sinks": [list(entry.token_ids) for entry in self.sinks],
             "fitted": self.fitted,
             "evidence": self.evidence,
+            **({} if self.guard is None else {"guard": self.guard}),
         }
         newer = any(g.second is not None or g.weight_scale is not None for g in self.groups)
         return write_container(path, KIND, 2 if newer else 1, content, tensors)
@@ -324,6 +330,7 @@ def _from_content(content: dict[str, Any], tensors: dict[str, torch.Tensor]) -> 
         token_table=table,
         sinks=sinks,
         evidence=content["evidence"],
+        guard=content.get("guard"),
     )
 
 

@@ -39,7 +39,9 @@ class Handoff:
     ``cache`` holds the whole prompt; ``logits`` are those after its last token, float32
     [vocab_size], or [batch, vocab_size] for a batch. ``sink_tokens`` of ``plan.first`` came from
     the map's sink table, the rest were computed (0: the table had no such prefix). ``seconds`` is
-    the wall time of the steps splice, first, map and repair.
+    the wall time of the steps splice, first, map and repair. ``repaired_logits`` [kept, vocab_size]
+    or [batch, kept, vocab_size] are those after the last repaired tokens, ``logits`` their last
+    row: the losses of the prompt tokens that they predict are known for nothing.
     """
 
     cache: HfCache
@@ -47,6 +49,7 @@ class Handoff:
     plan: HandoffPlan
     sink_tokens: int
     seconds: dict[str, float]
+    repaired_logits: torch.Tensor
 
 
 class KvBridge:
@@ -94,6 +97,7 @@ class KvBridge:
         target_cache: HfCache | None = None,
         *,
         attention_mask: torch.Tensor | None = None,
+        keep_logits: int = 1,
     ) -> Handoff:
         """Carry out ``plan`` (spec.plan.plan_handoff) for the prompt ``token_ids`` [num_tokens].
 
@@ -103,7 +107,10 @@ class KvBridge:
         A batch [batch, num_tokens] is left-padded: ``attention_mask`` [batch, num_tokens] has 0 for
         a pad, and the source's cache holds the same columns. The plan speaks of the columns; a
         shorter row has its own first tokens and shares the repaired columns, as a plan of its own
-        would have it. Nothing can be spliced into a padded batch.
+        would have it. Nothing can be spliced into a padded batch, and no token selected.
+
+        ``keep_logits``: how many rows of repaired_logits to keep; each has the size of the
+        vocabulary.
 
         Raises InputError before anything runs: token ids a model does not know, a prompt longer
         than a model's limit, caches shorter than the plan needs, a plan for another length.
@@ -122,8 +129,9 @@ class KvBridge:
         seconds = _stopwatch()
         cache, sink_tokens = self._fill(prompt, plan, source_cache, target_cache, length, seconds)
         with _timed(seconds, "repair"):
-            logits = repair(self.target, prompt, plan, cache)[:, -1]
-        return Handoff(cache, logits[0] if prompt.single else logits, plan, sink_tokens, seconds)
+            kept = repair(self.target, prompt, plan, cache, keep=max(keep_logits, 1))
+            kept = kept[0] if prompt.single else kept
+        return Handoff(cache, kept[..., -1, :], plan, sink_tokens, seconds, kept)
 
     def _fill(
         self,

@@ -1,0 +1,62 @@
+"""Whether a mapped cache may stand: a weighing of signals against a limit. Pure arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trtllm_kvmap.decode.hop import Verdict
+from trtllm_kvmap.decode.signals import Signals
+from trtllm_kvmap.errors import FormatError, MismatchError
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """``applied`` as long as ``bias + weights . features`` stays below ``limit``.
+
+    Set for one pair and one map by evaluate.guard, and kept in the KvMap. ``measured`` (JSON) says
+    on what it was set, and what it got right and wrong there.
+    """
+
+    weights: tuple[float, ...]
+    bias: float
+    limit: float
+    measured: dict[str, Any]
+
+    def judge(self, signals: Signals) -> Verdict:
+        """Raises MismatchError for signals of a target with other bands of layers."""
+        features = signals.to_features()
+        if len(features) != len(self.weights):
+            raise MismatchError(
+                f"The guard weighs {len(self.weights)} signals, the hand-over shows "
+                f"{len(features)}; set the guard again for this map (`trtllm-kvmap guard`)."
+            )
+        score = self.bias + float(np.dot(self.weights, features))
+        # Not "score >= limit": a score that is no number must not stand.
+        return Verdict(drift=score, applied=score < self.limit)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "weights": list(self.weights),
+            "bias": self.bias,
+            "limit": self.limit,
+            "measured": self.measured,
+        }
+
+    @staticmethod
+    def from_json(entry: Any) -> Guard:
+        """Raises FormatError for JSON that is no guard."""
+        try:
+            return Guard(
+                weights=tuple(float(weight) for weight in entry["weights"]),
+                bias=float(entry["bias"]),
+                limit=float(entry["limit"]),
+                measured=dict(entry["measured"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise FormatError(
+                f"The guard in the map cannot be read ({error!r}); set it again with "
+                f"`trtllm-kvmap guard`."
+            ) from error

@@ -1,0 +1,145 @@
+"""What the repair pass shows of a map: losses of tokens that are known, and drift."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from trtllm_kvmap.decode.bridge import Handoff, KvBridge
+from trtllm_kvmap.decode.prefill import prefill
+from trtllm_kvmap.errors import InputError, UnavailableError
+from trtllm_kvmap.inject.hf_cache import (
+    HfCache,
+    fork,
+    make_cache,
+    num_entries,
+    take_span,
+    view_pool,
+)
+from trtllm_kvmap.mapper.contract import Span
+from trtllm_kvmap.mapper.pool import KvPool
+from trtllm_kvmap.models import LoadedModel
+from trtllm_kvmap.rotary import remove_rope
+from trtllm_kvmap.spec.rope import RopeParams
+from trtllm_kvmap.spec.slices import FIELDS
+
+WINDOW = 64  # repaired tokens that are looked at, from the end: enough to tell, whatever the plan
+BANDS = 4  # of depth: a drift figure per layer would be too many to weigh
+
+
+@dataclass(frozen=True, slots=True)
+class Signals:
+    """Of one hand-over. ``loss_gap`` is the mean over the known tokens of the target's loss minus
+    the source's, in nats, and ``loss_excess`` the same with every token counted at least 0: a
+    token that the source alone finds hard does not pay for one that the map has spoilt.
+
+    ``drift`` holds, for keys and then values, each band of layers from shallow to deep, the NRMSE
+    of mapped entries against repaired ones. Repaired ones are not native: above layer 0 they attend
+    to mapped entries.
+    """
+
+    loss_gap: float
+    loss_excess: float
+    drift: tuple[float, ...]
+
+    def to_features(self) -> np.ndarray:
+        """float64 [2 + drifts]: what a guard weighs. Drifts are ratios, so their logarithm is."""
+        drift = np.log(np.asarray(self.drift, dtype=np.float64) + 0.01)
+        return np.concatenate([[self.loss_gap, self.loss_excess], drift])
+
+
+@torch.no_grad()
+def measure_signals(
+    bridge: KvBridge, source_cache: HfCache, token_ids: Sequence[int] | torch.Tensor, hand: Handoff
+) -> Signals:
+    """The signals of ``hand``, which ``bridge`` has just made of ``source_cache`` for the prompt
+    ``token_ids`` [num_tokens]. Nothing is changed.
+
+    The source reads the last repaired tokens (at most WINDOW) once more for their losses; the
+    target does so too when ``hand`` did not keep their logits (hand_over's ``keep_logits``).
+
+    Raises InputError for a batch or a plan with fewer than two repaired tokens, and
+    UnavailableError for a source in another process.
+    """
+    source, target = bridge.source, bridge.target
+    if not isinstance(source, LoadedModel):
+        raise UnavailableError(
+            f"The losses of {source.name} are not to be had here, because it runs in another "
+            f"process; a guard needs the source and its cache on one machine."
+        )
+    ids = torch.as_tensor(token_ids, device=target.device).long()
+    if ids.ndim != 1 or len(hand.plan.repaired) < 2:
+        raise InputError(
+            f"A guard judges one prompt with at least 2 repaired tokens, got token ids of the "
+            f"shape {list(ids.shape)} and {len(hand.plan.repaired)} repaired; hand rows over one "
+            f"by one, with a repair_window of 8 or more."
+        )
+    window = hand.plan.repaired[-WINDOW:]
+    begin = min(num_entries(source_cache), window.start)
+    read = prefill(source, ids[begin:], fork(source_cache, begin), logits_to_keep=len(window))
+    gaps = _losses(_target_logits(target, ids, hand, window), ids, window)
+    gaps -= _losses(read.logits, ids, window)
+    mapped = make_cache(
+        target.spec, len(window), dtype=target.model.dtype, device=target.model.device
+    )
+    columns = torch.arange(window.start, window.stop, device=ids.device)
+    span = Span(
+        source_slots=columns,
+        target_slots=columns - window.start,
+        positions=columns,
+        token_ids=ids[columns],
+        source_length=source.rope_length(len(ids)),
+        target_length=target.rope_length(len(ids)),
+    )
+    bridge.mapper.map_kv(view_pool(read.cache), view_pool(mapped), span)
+    repaired = take_span(hand.cache, window)
+    return Signals(
+        loss_gap=float(gaps.mean()),
+        loss_excess=float(gaps.clamp_min(0).mean()),
+        drift=drift(view_pool(mapped), repaired, columns, target.spec.rope, span.target_length),
+    )
+
+
+def drift(
+    mapped: KvPool,
+    repaired: KvPool,
+    positions: torch.Tensor,
+    rope: RopeParams,
+    rope_length: int,
+) -> tuple[float, ...]:
+    """For keys (un-rotated), then values: sqrt(mean over the layers of a band of
+    sum |mapped - repaired|^2 / sum |repaired - its mean over tokens|^2), bands from shallow to
+    deep. Both pools hold one sequence, [1, heads, len(positions), head_dim] per layer.
+    """
+    figures = []
+    for field in FIELDS:
+        ratios = []
+        for here, there in zip(mapped.field(field)[0], repaired.field(field)[0], strict=True):
+            ours, theirs = here[0].double(), there[0].double()
+            if field == "key":
+                ours, theirs = (
+                    remove_rope(keys, positions, rope, rope_length) for keys in (ours, theirs)
+                )
+            spread = (theirs - theirs.mean(1, keepdim=True)).square().sum()
+            ratios.append(float((ours - theirs).square().sum() / spread))
+        bands = np.array_split(np.asarray(ratios), min(BANDS, len(ratios)))
+        figures += [float(np.sqrt(band.mean())) for band in bands]
+    return tuple(figures)
+
+
+def _target_logits(
+    target: LoadedModel, ids: torch.Tensor, hand: Handoff, window: range
+) -> torch.Tensor:
+    if len(hand.repaired_logits) >= len(window):
+        return hand.repaired_logits[-len(window) :]
+    held = fork(hand.cache, window.start)
+    return prefill(target, ids[window.start :], held, logits_to_keep=len(window)).logits
+
+
+def _losses(logits: torch.Tensor, ids: torch.Tensor, window: range) -> torch.Tensor:
+    """Nats, float64 [len(window) - 1]: of every known token that a token of ``window`` predicts."""
+    known = ids[window.start + 1 :].to(logits.device)
+    return torch.nn.functional.cross_entropy(logits[:-1].double(), known, reduction="none").cpu()

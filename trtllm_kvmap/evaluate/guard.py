@@ -1,0 +1,180 @@
+"""Sets the guard of a map: on hand-overs of it and of damaged copies, judged by what came after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from trtllm_kvmap.artifact.kvmap import KvMap
+from trtllm_kvmap.decode.bridge import KvBridge
+from trtllm_kvmap.decode.guard import Guard
+from trtllm_kvmap.decode.signals import WINDOW, Signals, measure_signals
+from trtllm_kvmap.errors import InputError
+from trtllm_kvmap.evaluate.damage import damaged_maps
+from trtllm_kvmap.evaluate.items import Item, require_unseen
+from trtllm_kvmap.evaluate.probe import Ready
+from trtllm_kvmap.evaluate.reading import Reading, judge, read_item
+from trtllm_kvmap.evaluate.run import require_scorable
+from trtllm_kvmap.models import LoadedModel
+from trtllm_kvmap.spec.plan import plan_handoff
+
+RIDGE = 1e-2  # of the weighing, on standardised signals
+STEPS = 50
+
+
+@dataclass(frozen=True, slots=True)
+class GuardConfig:
+    """How a guard is set. The fields are flags of `trtllm-kvmap guard`."""
+
+    metric: str = field(
+        default="accuracy",
+        metadata={"help": "by what a continuation is worse than the source's: accuracy or nll"},
+    )
+    first_tokens: int = field(
+        default=1, metadata={"help": "S: first tokens that the target computes itself"}
+    )
+    repair_window: int = field(
+        default=32, metadata={"help": "N: last tokens that the target computes itself"}
+    )
+    missed: float = field(
+        default=0.01, metadata={"help": "the share of bad hand-overs that may be let through"}
+    )
+    damage_seed: int = field(default=0, metadata={"help": "draws the damaged maps"})
+
+    def __post_init__(self) -> None:
+        if self.metric not in ("accuracy", "nll"):
+            raise InputError(f"metric must be accuracy or nll, got {self.metric!r}.")
+        if self.repair_window < 2 or self.first_tokens < 0:
+            raise InputError(
+                f"A guard needs a repair_window of at least 2 and first_tokens of at least 0, got "
+                f"{self.repair_window} and {self.first_tokens}."
+            )
+        if not 0 <= self.missed < 1:
+            raise InputError(f"missed must be a share from 0 to below 1, got {self.missed}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One hand-over: its signals, and how well the target went on from it and the source alone
+    (higher is better, one scale for both).
+    """
+
+    signals: Signals
+    mapped: float
+    source: float
+
+    @property
+    def bad(self) -> bool:
+        """The map is bad for this request: staying with the source would have been better."""
+        return self.mapped < self.source
+
+
+def set_guard(
+    kvmap: KvMap,
+    source: LoadedModel,
+    target: LoadedModel,
+    items: Sequence[Item],
+    config: GuardConfig,
+    on_map: Callable[[int], None] | None = None,
+) -> Guard:
+    """A guard for ``kvmap`` from ``items``, each handed over by the map and by every damaged copy
+    of it. In memory are, for all items, the caches of both models. ``on_map(done)`` is called after
+    each map.
+
+    Raises InputError for items that helped to choose the map, that ``config.metric`` cannot be
+    taken from, or of which no hand-over turns out bad, or all do.
+    """
+    require_scorable(items, config.metric)
+    require_unseen(items, kvmap.fitted.get("selected_on", []))
+    readings = [read_item(source, target, item, (), rollout_steps=1) for item in items]
+    cases = []
+    for done, each in enumerate(chain([kvmap], damaged_maps(kvmap, config.damage_seed)), start=1):
+        bridge = KvBridge(each, source=source, target=target)
+        cases += [run_case(bridge, reading, config) for reading in readings]
+        if on_map is not None:
+            on_map(done)
+    return fit_guard(cases, config, [item.digest for item in items])
+
+
+def run_case(bridge: KvBridge, reading: Reading, config: GuardConfig) -> Case:
+    """Hand ``reading`` over, look at the signals, then at what came of it."""
+    ids, cache = list(reading.item.context), reading.source.cache
+    plan = plan_handoff(
+        len(ids), first_tokens=config.first_tokens, repair_window=config.repair_window
+    )
+    handed = bridge.hand_over(cache, ids, plan, keep_logits=WINDOW)
+    ready = Ready(bridge.target, handed.cache, handed.logits, len(ids), plan.mapped)
+    return Case(
+        signals=measure_signals(bridge, cache, ids, handed),
+        mapped=quality(ready, reading, config.metric),
+        source=quality(reading.source, reading, config.metric),
+    )
+
+
+def quality(ready: Ready, reading: Reading, metric: str) -> float:
+    """The share of right answers, or minus the nats per token of the continuation."""
+    score = judge(ready, reading, length_normalised=False).score
+    return score.correct / score.questions if metric == "accuracy" else -score.nll / score.tokens
+
+
+def fit_guard(cases: Sequence[Case], config: GuardConfig, digests: Sequence[str]) -> Guard:
+    """Weights by logistic regression, both classes weighing the same; the limit lets
+    ``config.missed`` of the bad cases through, and moves halfway towards the good ones when 95 % of
+    these lie below it.
+    """
+    signals = np.array([case.signals.to_features() for case in cases])
+    bad = np.array([case.bad for case in cases])
+    if not bad.any() or bad.all():
+        raise InputError(
+            f"{int(bad.sum())} of {len(bad)} hand-overs were worse than the source, and a guard "
+            f"needs both kinds. Give more items, or items that the two models answer differently."
+        )
+    weights, bias = _logistic(signals, bad)
+    scores = signals @ weights + bias
+    limit = float(np.quantile(scores[bad], config.missed, method="lower"))
+    most = float(np.quantile(scores[~bad], 0.95))
+    limit = (limit + most) / 2 if most < limit else limit
+    return Guard(
+        weights=tuple(weights.tolist()),
+        bias=bias,
+        limit=limit,
+        measured={
+            "metric": config.metric,
+            "S": config.first_tokens,
+            "N": config.repair_window,
+            "set_on": list(digests),
+            **rates(scores >= limit, bad),
+        },
+    )
+
+
+def rates(fell_back: np.ndarray, bad: np.ndarray) -> dict[str, Any]:
+    """What a guard got wrong: ``false_fallback_rate`` of the hand-overs that were not bad, and
+    ``missed_bad_rate`` of the bad ones; None where there were none.
+    """
+    return {
+        "cases": len(bad),
+        "bad": int(bad.sum()),
+        "false_fallback_rate": float(fell_back[~bad].mean()) if (~bad).any() else None,
+        "missed_bad_rate": float((~fell_back)[bad].mean()) if bad.any() else None,
+    }
+
+
+def _logistic(signals: np.ndarray, bad: np.ndarray) -> tuple[np.ndarray, float]:
+    """Weights and bias of log-odds that a case is bad, by Newton's method with a ridge."""
+    centre, scale = signals.mean(0), signals.std(0) + 1e-6
+    x = np.column_stack([(signals - centre) / scale, np.ones(len(signals))])
+    share = np.where(bad, 0.5 / bad.mean(), 0.5 / (~bad).mean()) / len(bad)
+    ridge = np.diag([RIDGE] * signals.shape[1] + [1e-9])
+    beta = np.zeros(x.shape[1])
+    for _ in range(STEPS):
+        odds = 1 / (1 + np.exp(-(x @ beta)))
+        slope = x.T @ (share * (odds - bad)) + ridge @ beta
+        curve = (x.T * (share * odds * (1 - odds))) @ x + ridge
+        beta -= np.linalg.solve(curve, slope)
+    weights = beta[:-1] / scale
+    return weights, float(beta[-1] - weights @ centre)
