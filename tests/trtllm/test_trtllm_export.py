@@ -16,6 +16,7 @@ from trtllm_kvmap.decode.prefill import prefill
 from trtllm_kvmap.errors import UnavailableError
 from trtllm_kvmap.inject.connector.blocks import Offer
 from trtllm_kvmap.inject.hf_cache import view_pool
+from trtllm_kvmap.mapper.paging import Places
 
 
 @pytest.fixture
@@ -108,6 +109,13 @@ def test_blocks_are_held_until_the_copy_is_done(
     source.executor.run()
     assert not any(source.executor.cache._users.values())
     assert exports.take("slow").token_ids == tuple(ids)
+
+
+def test_a_copy_off_the_cpu_is_a_gather_for_each_layer() -> None:
+    """The engine's loop would wait for a launch per block and layer."""
+    slots = torch.cat([torch.arange(640, 1280), torch.arange(0, 64)])
+    assert Places.of(slots, 32, torch.device("cpu")).runs
+    assert not Places.of(slots, 32, torch.device("meta")).runs
 
 
 def test_the_longest_prompt_asked_for_wins_and_others_stay_wanted(exports: Any) -> None:

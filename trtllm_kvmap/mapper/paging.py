@@ -32,7 +32,9 @@ class Places:
         blocks, offsets = slots // tokens_per_block, slots % tokens_per_block
         broken = (blocks.diff() != 0) | (offsets.diff() != 1)
         starts = [0, *(broken.nonzero()[:, 0] + 1).tolist(), len(slots)]
-        if len(slots) < SHORTEST_MEAN_RUN * (len(starts) - 1) and len(starts) > 2:
+        short = len(slots) < SHORTEST_MEAN_RUN * (len(starts) - 1)
+        # On a GPU every copy is a launch, and one gather costs one.
+        if len(starts) > 2 and (short or device.type != "cpu"):
             return Places((), blocks.to(device), offsets.to(device))
         runs = tuple(
             (first, int(blocks[first]), int(offsets[first]), stop - first)

@@ -116,7 +116,6 @@ class KvExportWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         require_engine(llm_args, self._spec, None)
         self._tokens_per_block = llm_args.kv_cache_config.tokens_per_block
         self._pool: KvPool | None = None
-        self._computed: torch.cuda.Event | None = None  # the last forward pass
         self._stream: torch.cuda.Stream | None = None
         self._copying: dict[int, tuple[str, Exported, torch.cuda.Event | None]] = {}
 
@@ -141,9 +140,7 @@ class KvExportWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         """Exports wait for the request's end."""
 
     def wait_for_save(self, stream: Any) -> None:
-        if self._stream is not None:
-            self._computed = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._computed.record(stream)
+        """Exports wait for the request's end."""
 
     def get_finished(
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
@@ -160,7 +157,11 @@ class KvExportWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         return lost + done, []
 
     def _begin(self, request_id: int) -> bool:
-        """Whether a copy runs now; if not, nothing reads the blocks."""
+        """Whether a copy runs now; if not, nothing reads the blocks.
+
+        It need not wait for the forward passes that filled them: the token sampled behind them has
+        reached the host.
+        """
         order = self._exports.take_order(request_id)
         if order is None or self._pool is None:
             return False
@@ -170,8 +171,6 @@ class KvExportWorker(KvCacheConnectorWorker):  # type: ignore[misc]
                 exported = read_out(self._pool, order)
             else:
                 copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                if self._computed is not None:
-                    self._stream.wait_event(self._computed)
                 with torch.cuda.stream(self._stream):
                     exported = read_out(self._pool, order)
                 copied.record(self._stream)
