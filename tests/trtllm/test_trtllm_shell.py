@@ -248,6 +248,7 @@ def test_blocks_that_do_not_fit_are_known_before_the_promise(
     require(answer, world.native(ids, 16))
     require_status(answer, "fallback_reprefill", matched=0)
     assert "they hold (layers, KV heads, head_dim) = (2, 2, 32)" in answer.status["reason"]
+    assert salt not in fake_blocks.BLOCKS.salts(), "what cannot be used is not held"
 
 
 def test_remembered_salts_are_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
