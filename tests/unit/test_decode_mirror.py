@@ -15,7 +15,7 @@ from trtllm_kvmap.decode.generate import generate
 from trtllm_kvmap.decode.mirror import Mirror
 from trtllm_kvmap.decode.prefill import prefill
 from trtllm_kvmap.errors import InputError
-from trtllm_kvmap.inject.hf_cache import HfCache, fork, view_pool
+from trtllm_kvmap.inject.hf_cache import HfCache, fork, make_cache, view_pool
 from trtllm_kvmap.models import LoadedModel
 from trtllm_kvmap.spec.plan import plan_handoff
 
@@ -103,6 +103,20 @@ def test_only_the_repair_is_left_and_nothing_is_copied(
     assert [view.data_ptr() for view in view_pool(given[0]).keys] == room
     mirror.hand_over(cache, ids, plan_handoff(140, repair_window=4))
     assert mapped == [8], "a window shorter than a block leaves a part of one to be mapped"
+
+
+def test_room_grows_by_doubling(random_model: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = random_model(seed=1), random_model(seed=0)
+    bridge = KvBridge(copy_map(source, target), source=source, target=target)
+    made: list[int] = []
+
+    def make(spec: object, entries: int, **rest: object) -> HfCache:
+        made.append(entries)
+        return make_cache(spec, entries, **rest)
+
+    monkeypatch.setattr("trtllm_kvmap.decode.mirror.make_cache", make)
+    read_along(source, random_tokens(140), Mirror(bridge, tokens_per_block=4), prompt=10)
+    assert made == [8, 16, 32, 64, 128, 256]
 
 
 def test_what_the_target_has_read_itself_is_kept(random_model: Callable) -> None:

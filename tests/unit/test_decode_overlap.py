@@ -78,18 +78,24 @@ def test_what_was_read_already_is_not_read_again(random_model: Callable) -> None
     assert torch.equal(stacked(cache), stacked(again))
 
 
+@pytest.mark.parametrize("failing", [0, 1, 2])
 def test_an_error_in_the_background_comes_to_the_front(
-    random_model: Callable, monkeypatch: pytest.MonkeyPatch
+    failing: int, random_model: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Whichever chunk it was: the first, one in between, the last."""
     source, target = random_model(seed=1), random_model(seed=0)
     bridge = KvBridge(random_map(source, target), source=source, target=target)
+    map_kv, calls = bridge.mapper.map_kv, []
 
-    def broken(*_: object) -> None:
-        raise RuntimeError("no memory left")
+    def broken(*args: object) -> None:
+        calls.append(1)
+        if len(calls) == failing + 1:
+            raise RuntimeError("no memory left")
+        map_kv(*args)
 
     monkeypatch.setattr(bridge.mapper, "map_kv", broken)
     with pytest.raises(RuntimeError, match="no memory left"):
-        read_mirrored(source, random_tokens(96), Mirror(bridge), chunk_tokens=48)
+        read_mirrored(source, random_tokens(96), Mirror(bridge), chunk_tokens=32)
 
 
 def test_another_model_is_refused(random_model: Callable) -> None:

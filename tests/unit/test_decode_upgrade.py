@@ -53,6 +53,8 @@ def test_an_upgraded_cache_is_the_native_one(random_model: Callable) -> None:
     assert torch.equal(stacked(done.cache), stacked(expected))
     assert not torch.allclose(stacked(held.cache), stacked(expected), atol=1e-2)
     assert (done.exact, done.mapped, done.mapped_tokens) == (123, (), 0)
+    last = prefill(target, ids[100:123], native(target, ids, chunks[:-1])).logits[-1]
+    assert torch.equal(done.logits, last)
     # What comes later is native too: the last emitted token is read, and twenty more follow.
     mine = prefill(target, ids[123:], done.cache).logits[-1]
     theirs = prefill(target, ids[123:], expected).logits[-1]

@@ -69,6 +69,21 @@ def test_a_standby_changes_no_word_and_leaves_only_the_repair(
         assert torch.equal(stacked(session.held[name].cache), stacked(held.cache))
 
 
+def test_a_standby_ends_with_the_switch(random_model: Callable) -> None:
+    def talk(standby: bool) -> Session:
+        session = conversation(random_model, copy_map)
+        session.add(random_tokens(60))
+        session.generate(5)
+        if standby:
+            session.mirror("b", tokens_per_block=8)
+        for to in "bab":
+            session.generate(20)
+            session.switch(to, repair_window=8)
+        return session
+
+    assert torch.equal(stacked(talk(True).held["b"].cache), stacked(talk(False).held["b"].cache))
+
+
 def test_a_standby_forgets_what_an_upgrade_has_replaced(random_model: Callable) -> None:
     """After an upgrade of the active model the standby holds maps of its exact entries."""
 
@@ -165,7 +180,10 @@ def test_a_reply_is_taken_back_to_what_the_model_alone_says(random_model: Callab
     same = next(i for i, (x, y) in enumerate(zip(emitted, alone, strict=True)) if x != y)
     assert withdrawn == tuple(emitted[same:])
     assert session.token_ids[asked:] == alone[: same + 1]
-    assert all(held.entries <= len(session.token_ids) for held in session.held.values())
+    assert {name: held.entries for name, held in session.held.items()} == {
+        "a": 71,
+        "b": len(session.token_ids) - 1,
+    }
     session.generate(24 - same - 1)
     assert session.token_ids[asked:] == alone
     assert session.upgrade(verify=True) == Upgrade(0)
