@@ -28,6 +28,8 @@ OLDEST = ("torch==2.13.0", "transformers==4.57.3", "numpy<2")
 LEAN = ("tensorrt-lean-cu13-libs==10.15.1.29", "tensorrt-lean-cu13-bindings==10.15.1.29")
 # What transformers reads a GGUF file with.
 GGUF = ("gguf==0.19.0", "accelerate==1.15.0")
+# Blocks between processes, and the checksum that is fast enough for them.
+NIXL = ("nixl-cu13==1.5.1", "xxhash==4.1.0")
 # What the tests need beside vLLM's own requirements, which are files of theirs.
 BESIDE_VLLM = ("torch==2.13.0", "pytest==9.2.0", "hypothesis==6.170.17")
 VLLM = ("tests/vllm/requirements.txt", "tests/vllm/requirements-engine.txt")
@@ -61,6 +63,12 @@ LANES = (
         Environment(".venv-tensorrt", (*MAIN, *LEAN), extras="[test]"),
         ("tests/tensorrt",),
         10,
+    ),
+    Lane(
+        "nixl",
+        Environment(".venv-nixl", (*MAIN, *NIXL), extras="[test]"),
+        ("tests/nixl",),
+        5,
     ),
     Lane("vllm", Environment(".venv-vllm", BESIDE_VLLM, frozen=VLLM), ("tests/vllm",), 5, (3, 11)),
 )

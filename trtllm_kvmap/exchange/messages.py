@@ -148,7 +148,7 @@ def decode(data: bytes) -> Message:
     if not isinstance(entry, dict) or not isinstance(entry.get("kind"), str):
         raise MalformedMessageError("A message must be an object with a kind.")
     kind, protocol = entry.pop("kind"), entry.pop("protocol", None)
-    if protocol != PROTOCOL or kind not in _KINDS:
+    if type(protocol) is not int or protocol != PROTOCOL or kind not in _KINDS:
         raise MalformedMessageError(
             f"A message of kind {kind[:40]!r} and protocol {str(protocol)[:40]}; this end knows "
             f"{', '.join(_KINDS)} of protocol {PROTOCOL}. Run one version on both sides."

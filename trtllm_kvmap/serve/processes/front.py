@@ -81,6 +81,7 @@ class WorkerPair:
             self.source.send(work)
         while self.target.pipe not in wait(watched):
             watched.remove(self.source.pipe)  # it says nothing but its end
+            self.source.died = True
             self.target.send(Cancel(question.request_id))
         return self._understood(self.target.receive())
 
@@ -128,6 +129,7 @@ class _Worker:
         self._context, self._main, self._settings = context, main, settings
         self._process: ForkServerProcess | None = None
         self._hello: Any = None
+        self.died = False  # known by its pipe, a little before the process is gone
         self.pipe: Connection
 
     @property
@@ -136,9 +138,10 @@ class _Worker:
 
     def start(self) -> Any:
         """What the worker said when it was ready; starts it if there is none, or it died."""
-        if self._process is not None and self._process.is_alive():
+        if self._process is not None and self._process.is_alive() and not self.died:
             return self._hello
         self.stop()
+        self.died = False
         self.pipe, theirs = self._context.Pipe()
         self._process = self._context.Process(
             target=self._main, args=(theirs, self._settings), daemon=True
@@ -158,12 +161,14 @@ class _Worker:
         try:
             self.pipe.send(work)
         except OSError:
+            self.died = True
             raise _WorkerDiedError from None
 
     def receive(self) -> Any:
         try:
             return self.pipe.recv()
         except (EOFError, OSError):
+            self.died = True
             raise _WorkerDiedError from None
 
     def stop(self) -> None:

@@ -1,0 +1,150 @@
+"""A source and a target as two processes on NIXL, and either killed at every stage."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from dying_workers import SOURCE_STAGES, TARGET_STAGES, DyingPair
+
+from trtllm_kvmap.artifact.kvmap import KvMap
+from trtllm_kvmap.decode.bridge import KvBridge
+from trtllm_kvmap.decode.generate import generate
+from trtllm_kvmap.decode.prefill import prefill
+from trtllm_kvmap.models import LoadedModel
+from trtllm_kvmap.serve.processes.work import Answer, PairSettings
+from trtllm_kvmap.spec.plan import plan_handoff
+from trtllm_kvmap.tiny import model_folder as tiny_folder
+
+NEW_TOKENS = 6
+LEASE_SECONDS = 1.0
+# 475 of the prompt's 507 tokens travel, in 15 blocks: a second request has room only when the first
+# one's blocks came back.
+NUM_BLOCKS = 15
+
+
+@pytest.fixture(scope="module")
+def pair(
+    tiny_map: Path, nixl_api: object, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[DyingPair]:
+    settings = PairSettings(
+        str(tiny_folder("tiny-s")),
+        str(tiny_folder("tiny-m")),
+        str(tiny_map),
+        num_blocks=NUM_BLOCKS,
+        lease_seconds=LEASE_SECONDS,
+        wait_seconds=30.0,
+        allow_unproven=True,
+    )
+    with DyingPair(settings, tmp_path_factory.mktemp("stages") / "stage") as dying:
+        yield dying
+
+
+@pytest.fixture(scope="module")
+def own_answer(tiny_pair: tuple[LoadedModel, LoadedModel], prompt: list[int]) -> tuple[int, ...]:
+    """What the target says when it reads the prompt itself."""
+    target = tiny_pair[1]
+    read = prefill(target, prompt)
+    return tuple(generate(target, read.cache, read.logits[-1], NEW_TOKENS))
+
+
+@pytest.fixture(scope="module")
+def mapped_answer(
+    tiny_pair: tuple[LoadedModel, LoadedModel], tiny_map: Path, prompt: list[int]
+) -> tuple[int, ...]:
+    """What it says after a hand-over in one process, without any exchange."""
+    source, target = tiny_pair
+    bridge = KvBridge(KvMap.load(tiny_map, allow_unproven=True), source=source, target=target)
+    plan = plan_handoff(len(prompt), first_tokens=1, repair_window=32)
+    read = prefill(source, prompt[: plan.mapped.stop])
+    handoff = bridge.hand_over(read.cache, prompt, plan)
+    return tuple(generate(target, handoff.cache, handoff.logits, NEW_TOKENS))
+
+
+def ask_until_applied(pair: DyingPair, prompt: list[int]) -> Answer:
+    """The first answer on mapped blocks; until a lease has run out there are no free blocks."""
+    for _ in range(8):
+        answer = pair.ask(prompt, NEW_TOKENS)
+        if answer.status.state == "applied":
+            return answer
+        time.sleep(LEASE_SECONDS)
+    raise AssertionError(f"the blocks did not come back: {answer.status}")
+
+
+def test_blocks_travel_and_the_answer_is_that_of_one_process(
+    pair: DyingPair, prompt: list[int], mapped_answer: tuple[int, ...]
+) -> None:
+    pids = set()
+    for _ in range(2):  # the second finds agents that know each other, and the same blocks
+        answer = pair.ask(prompt, NEW_TOKENS)
+        assert answer.status.state == "applied", answer.status
+        assert answer.token_ids == mapped_answer
+        assert answer.status.mapped == len(prompt) - 32 - 1
+        pids.add((pair.source.pid, pair.target.pid))
+    assert len(pids) == 1
+
+
+@pytest.mark.parametrize("stage", SOURCE_STAGES)
+def test_source_killed(
+    pair: DyingPair,
+    prompt: list[int],
+    own_answer: tuple[int, ...],
+    mapped_answer: tuple[int, ...],
+    stage: str,
+) -> None:
+    ask_until_applied(pair, prompt)
+    killed = pair.source.pid
+    pair.stages.write_text(stage)
+    answer = pair.ask(prompt, NEW_TOKENS)
+    assert pair.stages.read_text() == "", "the source did not reach the stage"
+    assert answer.status.state == "fallback_reprefill"
+    assert answer.status.reason
+    print(f"{stage}: {answer.status.reason}")
+    assert answer.token_ids == own_answer
+    again = ask_until_applied(pair, prompt)
+    assert again.token_ids == mapped_answer
+    assert pair.source.pid != killed
+
+
+def test_source_killed_after_everything_was_read(
+    pair: DyingPair, prompt: list[int], mapped_answer: tuple[int, ...]
+) -> None:
+    """Every block was there and checked: its death changes nothing any more."""
+    ask_until_applied(pair, prompt)
+    pair.stages.write_text("when End comes")
+    answer = pair.ask(prompt, NEW_TOKENS)
+    assert (answer.status.state, answer.token_ids) == ("applied", mapped_answer)
+    ask_until_applied(pair, prompt)
+
+
+@pytest.mark.parametrize("stage", TARGET_STAGES)
+def test_target_killed(
+    pair: DyingPair,
+    prompt: list[int],
+    own_answer: tuple[int, ...],
+    mapped_answer: tuple[int, ...],
+    stage: str,
+) -> None:
+    ask_until_applied(pair, prompt)
+    source, killed = pair.source.pid, pair.target.pid
+    pair.stages.write_text(stage)
+    answer = pair.ask(prompt, NEW_TOKENS)
+    assert pair.stages.read_text() == "", "the target did not reach the stage"
+    assert answer.status.state == "fallback_reprefill"
+    assert answer.status.reason == "the target's worker died"
+    assert answer.token_ids == own_answer
+    again = ask_until_applied(pair, prompt)
+    assert again.token_ids == mapped_answer
+    assert pair.target.pid != killed
+    assert pair.source.pid == source  # and its blocks came back without it dying
+
+
+def test_answers_differ_when_the_blocks_do(
+    own_answer: tuple[int, ...], mapped_answer: tuple[int, ...]
+) -> None:
+    """Otherwise the tests above could not tell the two ways apart."""
+    assert torch.tensor(own_answer).shape == torch.tensor(mapped_answer).shape
+    assert own_answer != mapped_answer
