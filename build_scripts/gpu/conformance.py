@@ -16,14 +16,15 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "conformance")]
+sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / folder) for folder in ("conformance", "cpp"))]
 
 from case_build import Built, build, views_of  # noqa: E402
 from cases import CASES, Case  # noqa: E402
 from expected import ABSOLUTE, expect  # noqa: E402
+from half_cases import with_dtype, with_heads_of_64  # noqa: E402
 
 from trtllm_kvmap.mapper.contract import Span  # noqa: E402
-from trtllm_kvmap.mapper.cuda import VARIANTS, CudaMapper, compute_dtype  # noqa: E402
+from trtllm_kvmap.mapper.cuda import CudaMapper, compute_dtype  # noqa: E402
 from trtllm_kvmap.mapper.native import NAME  # noqa: E402
 from trtllm_kvmap.mapper.pool import KvPool  # noqa: E402
 
@@ -62,23 +63,40 @@ LARGEST: dict[str, float] = {}
 
 
 def attempts(case: Case, device: torch.device) -> Iterator[tuple[str, str]]:
-    """(what was run, what was wrong with it or nothing) for every variant that applies, with
-    indices on the host and on the device.
+    """(what was run, what was wrong with it or nothing): the case as it is, with indices on the
+    host and on the device; in bf16 on every kernel of tensor cores, indices on the device.
     """
+    for where in ("host", "device"):
+        yield f"as it is, indices on the {where}", complaint_of(case, "auto", where, device)
+    half = with_dtype(case, "bfloat16")
+    for variant in ("wide", "narrow", "small_t"):
+        yield variant, complaint_of(half, variant, "device", device)
+    wide_heads = with_heads_of_64(half)
+    if has_hopper(device) and suits_hopper(wide_heads):
+        yield "hopper", complaint_of(wide_heads, "hopper", "device", device)
+
+
+def has_hopper(device: torch.device) -> bool:
+    """A CPU has the formula only, which takes any variant's name."""
+    return device.type == "cpu" or torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def suits_hopper(case: Case) -> bool:
+    """bf16 products, and head sizes of whole 64 (the target's too, for its own slices)."""
+    sizes = case.source.head_dim, case.target.head_dim
+    return case.target.dtype != "float16" and all(size % 64 == 0 for size in sizes)
+
+
+def complaint_of(case: Case, variant: str, where: str, device: torch.device) -> str:
     built = build(case)
-    half = compute_dtype(move(case, built, device).target) != torch.float32
-    expected = expect(case, built)
-    for variant in VARIANTS if half else VARIANTS[:1]:
-        for where in ("host", "device"):
-            moved = move(case, built, device)
-            before = raw(moved.target_memory)
-            span = moved.span if where == "host" else span_on(device, moved.span)
-            try:
-                CudaMapper(built.kvmap, variant).map_kv(moved.source, moved.target, span)
-                complaint = compare(case, moved, expected, before)
-            except Exception as error:  # a report of everything that fails, not of the first
-                complaint = f"{type(error).__name__}: {error}"
-            yield f"{variant}, indices on the {where}", complaint
+    moved = move(case, built, device)
+    before = raw(moved.target_memory)
+    span = moved.span if where == "host" else span_on(device, moved.span)
+    try:
+        CudaMapper(built.kvmap, variant).map_kv(moved.source, moved.target, span)
+        return compare(case, moved, expect(case, built), before)
+    except Exception as error:  # a report of everything that fails, not of the first
+        return f"{type(error).__name__}: {error}"
 
 
 def move(case: Case, built: Built, device: torch.device) -> Built:

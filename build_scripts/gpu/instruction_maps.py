@@ -2,9 +2,9 @@
 
     python build_scripts/gpu/instruction_maps.py [--json FILE]
 
-The same source (tests/cpp/emulator_primitives.cu) is built by nvcc for this card and by g++ for the
-emulator; both get the same inputs. The inputs are small integers, whose sums are exact in any
-order, so every output must be equal bit by bit.
+The same sources (tests/cpp/emulator_primitives.cu, on a Hopper card emulator_hopper.cu too) are
+built by nvcc for this card and by g++ for the emulator; both get the same inputs. Factors are small
+integers, whose sums are exact in any order, so every output must be equal bit by bit.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from emulator_library import Library  # noqa: E402
 from gpu.card import architecture  # noqa: E402
 
 SOURCE = ROOT / "tests" / "cpp" / "emulator_primitives.cu"
+HOPPER_SOURCE = ROOT / "tests" / "cpp" / "emulator_hopper.cu"
+HOPPER = "90a"
 BUILD = ROOT / "build" / "acceptance"
 ROUNDS = 16
 
@@ -40,15 +42,14 @@ class Machine(Protocol):
 
 
 class Hardware:
-    """The kernels as nvcc built them; arrays travel through GPU memory."""
+    """The kernels as nvcc built them for ``card``; arrays travel through GPU memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, card: str | None, sources: list[Path]) -> None:
         BUILD.mkdir(parents=True, exist_ok=True)
         library = BUILD / "libinstruction_maps.so"
-        card = architecture()
         command = ["nvcc", "-std=c++17", "-O2", f"-gencode=arch=compute_{card},code=sm_{card}"]
-        command += [f"-I{ROOT / 'cpp'}", "-shared", "-Xcompiler", "-fPIC", str(SOURCE)]
-        command += ["-o", str(library)]
+        command += [f"-I{ROOT / 'cpp'}", "-shared", "-Xcompiler", "-fPIC"]
+        command += [*map(str, sources), "-o", str(library)]
         subprocess.run(command, check=True)
         self._library = ctypes.CDLL(str(library))
 
@@ -115,20 +116,50 @@ def check_cp_async(hardware: Machine, emulator: Machine, random: np.random.Gener
     return np.array_equal(*outputs)
 
 
+def check_wgmma(hardware: Machine, emulator: Machine, random: np.random.Generator) -> bool:
+    """Descriptors, the 128-byte swizzle and accumulators, out of a ring that TMA fills."""
+    same = True
+    for n in (64, 128):
+        a = halves(random.integers(-8, 9, (64, 256)).astype(np.float32), 1)
+        b = halves(random.integers(-8, 9, (n, 256)).astype(np.float32), 1)
+        outputs = [np.zeros((64, n), np.float32) for _ in range(2)]
+        for machine, out in zip((hardware, emulator), outputs, strict=True):
+            require(machine.call("runProduct", 0, n, a.copy(), b.copy(), out, 256))
+        same &= np.array_equal(*outputs)
+    return same
+
+
+def check_tma(hardware: Machine, emulator: Machine, random: np.random.Generator) -> bool:
+    """Boxes in every swizzle, some of them partly outside."""
+    same = True
+    rows, columns, box_rows = 40, 80, 16
+    for swizzle, box_columns in ((0, 24), (1, 16), (2, 32), (3, 64)):
+        tensor = random.integers(0, 2**16, (rows, columns)).astype(np.uint16)
+        x, y = int(random.integers(-20, columns)), int(random.integers(-8, rows))
+        outputs = [np.zeros(box_rows * box_columns * 2, np.uint8) for _ in range(2)]
+        box = rows, columns, box_rows, box_columns, swizzle, x, y
+        for machine, out in zip((hardware, emulator), outputs, strict=True):
+            require(machine.call("runTma", tensor.copy(), *box, 1, 0, out))
+        same &= np.array_equal(*outputs)
+    return same
+
+
 def require(sentence: str) -> None:
     if sentence:
         raise RuntimeError(sentence)
 
 
 CHECKS = {"mma": check_mma, "ldmatrix": check_ldmatrix, "cp.async": check_cp_async}
+HOPPER_CHECKS = {"wgmma": check_wgmma, "tma": check_tma}
 
 
-def compare(hardware: Machine, emulator: Machine) -> dict[str, bool]:
-    """Whether the two agree, for each instruction."""
+def compare(hardware: Machine, emulator: Machine, hopper: bool) -> dict[str, bool]:
+    """Whether the two agree, for each instruction that the card has."""
     random = np.random.default_rng(7)
+    checks = CHECKS | (HOPPER_CHECKS if hopper else {})
     return {
         name: all(check(hardware, emulator, random) for _ in range(ROUNDS))
-        for name, check in CHECKS.items()
+        for name, check in checks.items()
     }
 
 
@@ -136,8 +167,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    findings = compare(Hardware(), Library(shared_object("primitives", [SOURCE])))
+    card = architecture()
+    hopper = card == HOPPER
+    sources = [SOURCE, HOPPER_SOURCE] if hopper else [SOURCE]
+    emulator = Library(shared_object("primitives", sources))
+    findings = compare(Hardware(card, sources), emulator, hopper)
     print(findings)
+    if not hopper:
+        print(f"wgmma and TMA boxes are Hopper's; this card is {card}")
     if options.json:
         options.json.write_text(json.dumps(findings))
     return 0 if all(findings.values()) else 1

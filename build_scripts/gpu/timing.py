@@ -8,6 +8,7 @@ this card multiplies and copies.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import statistics
@@ -72,10 +73,18 @@ def measure(
     workload: Workload, device: torch.device, ceilings: dict[str, float]
 ) -> list[dict[str, Any]]:
     kvmap = make_map(workload)
-    mapper, eager = CudaMapper(kvmap), EagerMap(kvmap, device, DTYPE)
-    return [
-        measure_at(tokens, workload, mapper, eager, device, ceilings) for tokens in workload.tokens
-    ]
+    eager = EagerMap(kvmap, device, DTYPE)
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    rows, mappers = [], {}
+    for tokens in workload.tokens:
+        pools = make_pools(workload, tokens, device)
+        theirs = median_seconds(functools.partial(eager.map_kv, *pools), device)
+        for variant in workload.variants(tokens, hopper):
+            if variant not in mappers:
+                mappers[variant] = CudaMapper(kvmap, variant)
+            row = measure_at(tokens, workload, mappers[variant], eager, theirs, pools, ceilings)
+            rows.append({"map": workload.name, "tokens": tokens, "variant": variant, **row})
+    return rows
 
 
 def measure_at(
@@ -83,18 +92,16 @@ def measure_at(
     workload: Workload,
     mapper: CudaMapper,
     eager: EagerMap,
-    device: torch.device,
+    theirs: float,
+    pools: tuple[KvPool, KvPool, Span],
     ceilings: dict[str, float],
 ) -> dict[str, Any]:
-    pools = make_pools(workload, tokens, device)
+    device = pools[0].device
     distance = distance_between(mapper, eager, *pools)
     ours = median_seconds(lambda: mapper.map_kv(*pools), device)
-    theirs = median_seconds(lambda: eager.map_kv(*pools), device)
     flops, moved = workload.flops(tokens), workload.bytes_moved(tokens)
     floor = workload.floor_seconds(tokens, ceilings["matmul_flops"], ceilings["copy_bytes"])
     return {
-        "map": workload.name,
-        "tokens": tokens,
         "correct": distance is not None and distance <= ALLOWED_DISTANCE,
         "distance_to_eager": distance,
         "median_ms": 1e3 * ours,

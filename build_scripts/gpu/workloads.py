@@ -44,6 +44,13 @@ class Workload:
         numbers = 2 * (self.source_layers + self.target_layers) * self.heads * self.head_dim
         return BYTES * (self.parameters + tokens * numbers)
 
+    def variants(self, tokens: int, hopper: bool) -> tuple[str, ...]:
+        """The kernels to time: the kernels' own choice, and on a Hopper card the one that has to be
+        asked for (more tokens than the variant that streams weights takes).
+        """
+        asked_for = hopper and self.parameters > 0 and tokens > 64
+        return ("auto", "hopper") if asked_for else ("auto",)
+
     def floor_seconds(self, tokens: int, matmul: float, copy: float) -> float:
         """No version runs faster at these rates (FLOP/s, bytes/s)."""
         return max(self.flops(tokens) / matmul, self.bytes_moved(tokens) / copy)

@@ -30,14 +30,17 @@ char const* multiplyHopper(PackedMap const& map, GemmArgs const& args, Stream st
     uint64_t const packedRows = static_cast<uint64_t>(map.bytes - map.weights) / (kBlockInputs * 2);
     uint64_t const sourceRows = static_cast<uint64_t>(map.numSourceSlices) * args.chunkTokens;
     uint64_t const ownRows = static_cast<uint64_t>(map.numSlices - map.numSourceSlices) * args.chunkTokens;
-    char const* error = describeRows(hopper.weights, args.weights, kBlockInputs, packedRows, kBlockColumns, false);
+    char const* error = describeRows(
+        hopper.weights, args.weights, kBlockInputs, packedRows, kBlockInputs, kBlockColumns, CU_TENSOR_MAP_SWIZZLE_NONE);
     if (!error && sourceRows > 0)
     {
-        error = describeRows(hopper.source, args.source, args.sourceWidth, sourceRows, HopperShape::kRows, true);
+        error = describeRows(hopper.source, args.source, args.sourceWidth, sourceRows, kBlockInputs, HopperShape::kRows,
+            CU_TENSOR_MAP_SWIZZLE_128B);
     }
     if (!error && ownRows > 0)
     {
-        error = describeRows(hopper.own, args.own, args.ownWidth, ownRows, HopperShape::kRows, true);
+        error = describeRows(hopper.own, args.own, args.ownWidth, ownRows, kBlockInputs, HopperShape::kRows,
+            CU_TENSOR_MAP_SWIZZLE_128B);
     }
     int32_t const items = args.numRowTiles * args.numTiles;
     int32_t const resident = multiprocessorCount();

@@ -2,6 +2,7 @@
 
 #include "kernels/launchKernel.cuh"
 #include "kernels/ptxHopper.cuh"
+#include "kernels/tensorMaps.cuh"
 
 namespace hopper
 {
@@ -40,19 +41,6 @@ __global__ void tmaKernel(
     }
     mbarrierWait(barrier, 0);
 }
-
-#if defined(TRTLLM_KVMAP_EMULATE)
-//! A tensor of 2-byte elements, rows by columns.
-char const* encode(
-    CUtensorMap& map, void const* tensor, int rows, int columns, int boxRows, int boxColumns, int swizzle)
-{
-    std::uint64_t const sizes[2] { static_cast<std::uint64_t>(columns), static_cast<std::uint64_t>(rows) };
-    std::uint64_t const strides[1] { static_cast<std::uint64_t>(columns) * 2 };
-    std::uint32_t const box[2] { static_cast<std::uint32_t>(boxColumns), static_cast<std::uint32_t>(boxRows) };
-    return trtllm_kvmap::emulator::encodeTensorMap(map, 2, 2, const_cast<void*>(tensor), sizes, strides, box,
-        static_cast<trtllm_kvmap::emulator::Swizzle>(swizzle));
-}
-#endif
 
 // ---- wgmma on TMA -------------------------------------------------------------------------------------------------
 
@@ -157,18 +145,17 @@ char const* run(CUtensorMap const& a, CUtensorMap const& b, int k, float* c)
     return launchKernel(productKernel<kN, kBUG>, dim3(1), dim3(kWARPGROUP), shared, nullptr, a, b, k, c);
 }
 
-template char const* run<64, Bug::kNONE>(CUtensorMap const&, CUtensorMap const&, int, float*);
-template char const* run<128, Bug::kNONE>(CUtensorMap const&, CUtensorMap const&, int, float*);
-
 } // namespace hopper
 
-#if defined(TRTLLM_KVMAP_EMULATE)
-
+//! A tensor of 2-byte elements, \p rows x \p columns.
 extern "C" char const* runTma(void const* tensor, int rows, int columns, int boxRows, int boxColumns, int swizzle,
     int x, int y, int wait, int extra, unsigned char* out)
 {
     CUtensorMap map;
-    char const* const refused = hopper::encode(map, tensor, rows, columns, boxRows, boxColumns, swizzle);
+    char const* const refused
+        = hopper::describeRows(map, tensor, static_cast<std::uint64_t>(columns), static_cast<std::uint64_t>(rows),
+            static_cast<std::uint32_t>(boxColumns), static_cast<std::uint32_t>(boxRows),
+            static_cast<CUtensorMapSwizzle>(swizzle));
     if (refused != nullptr)
     {
         return refused;
@@ -183,12 +170,21 @@ extern "C" char const* runProduct(int bug, int n, void const* a, void const* b, 
     using hopper::Bug;
     CUtensorMap mapA;
     CUtensorMap mapB;
-    hopper::encode(mapA, a, 64, k, 64, hopper::kDEPTH, 3);
-    hopper::encode(mapB, b, n, k, n, hopper::kDEPTH, 3);
+    auto const inputs = static_cast<std::uint64_t>(k);
+    auto const columns = static_cast<std::uint32_t>(n);
+    char const* refused = hopper::describeRows(mapA, a, inputs, 64, hopper::kDEPTH, 64, CU_TENSOR_MAP_SWIZZLE_128B);
+    refused = refused ? refused
+                      : hopper::describeRows(
+                            mapB, b, inputs, columns, hopper::kDEPTH, columns, CU_TENSOR_MAP_SWIZZLE_128B);
+    if (refused != nullptr)
+    {
+        return refused;
+    }
     if (n == 128)
     {
         return hopper::run<128, Bug::kNONE>(mapA, mapB, k, c);
     }
+#if defined(TRTLLM_KVMAP_EMULATE) // hardware is asked for the right product only
     switch (static_cast<Bug>(bug))
     {
     case Bug::kNO_WAIT_FOR_DATA:
@@ -204,7 +200,6 @@ extern "C" char const* runProduct(int bug, int n, void const* a, void const* b, 
     case Bug::kNONE:
         break;
     }
+#endif
     return hopper::run<64, Bug::kNONE>(mapA, mapB, k, c);
 }
-
-#endif

@@ -16,7 +16,7 @@ sys.path[:0] = [str(SCRIPTS), str(ROOT / "tests" / "cpp")]
 
 from emulated_build import missing, shared_object  # noqa: E402
 from emulator_library import Library  # noqa: E402
-from gpu.instruction_maps import SOURCE, compare  # noqa: E402
+from gpu.instruction_maps import HOPPER_SOURCE, SOURCE, compare  # noqa: E402
 from gpu.workloads import WORKLOADS  # noqa: E402
 from gpu_acceptance import Stage, run, stages  # noqa: E402
 
@@ -46,6 +46,13 @@ def test_acceptance_predicts_from_the_shapes() -> None:
     assert pooled.bytes_moved(32768) == 2 * (pooled.parameters + numbers)
 
 
+def test_acceptance_times_the_hopper_kernel_where_it_applies() -> None:
+    timed = {w.name: [w.variants(tokens, True) for tokens in w.tokens] for w in WORKLOADS}
+    assert timed["pooled-8"] == [("auto",), ("auto", "hopper"), ("auto", "hopper")]
+    assert timed["copy"] == [("auto",), ("auto",)]
+    assert {v for w in WORKLOADS for t in w.tokens for v in w.variants(t, False)} == {"auto"}
+
+
 def test_acceptance_times_what_it_has_validated(native_operators: Path, tmp_path: Path) -> None:
     out = tmp_path / "timing.json"
     options = (
@@ -61,6 +68,7 @@ def test_acceptance_times_what_it_has_validated(native_operators: Path, tmp_path
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(out.read_text())["maps"]
     assert {row["map"].split("-")[0] for row in rows} == {"pooled", "head", "slice", "copy"}
+    assert {row["variant"] for row in rows} == {"auto"}  # no Hopper card here
     assert all(row["correct"] and row["median_ms"] > 0 and row["eager_ms"] > 0 for row in rows)
 
 
@@ -82,7 +90,16 @@ def test_acceptance_runs_the_conformance_table(native_operators: Path, tmp_path:
     assert findings["failures"] == []
 
 
-@pytest.mark.parametrize("wrong", ["", "runMma", "runLdmatrix", "runCpAsync"])
+INSTRUCTIONS = {
+    "runMma": "mma",
+    "runLdmatrix": "ldmatrix",
+    "runCpAsync": "cp.async",
+    "runProduct": "wgmma",
+    "runTma": "tma",
+}
+
+
+@pytest.mark.parametrize("wrong", ["", *INSTRUCTIONS])
 def test_acceptance_compares_every_instruction(wrong: str) -> None:
     """With the emulator in the hardware's place, and with one output of it changed."""
     if missing():
@@ -92,16 +109,15 @@ def test_acceptance_compares_every_instruction(wrong: str) -> None:
         def call(self, function: str, *arguments: int | np.ndarray) -> str:
             sentence = super().call(function, *arguments)
             if function == wrong:
-                output = arguments[-1]
-                assert isinstance(output, np.ndarray)
-                output[7, 1] += 1
+                output = [a for a in arguments if isinstance(a, np.ndarray)][-1]
+                output.ravel()[61] += 1
             return sentence
 
-    emulator = shared_object("primitives", [SOURCE])
-    findings = compare(Changed(emulator), Library(emulator))
-    expected = {"runMma": "mma", "runLdmatrix": "ldmatrix", "runCpAsync": "cp.async"}
+    emulator = shared_object("primitives", [SOURCE, HOPPER_SOURCE])
+    findings = compare(Changed(emulator), Library(emulator), hopper=True)
+    assert set(findings) == set(INSTRUCTIONS.values())
     assert [name for name, same in findings.items() if not same] == (
-        [expected[wrong]] if wrong else []
+        [INSTRUCTIONS[wrong]] if wrong else []
     )
 
 
