@@ -191,6 +191,67 @@ def test_failed_and_declined_loads_leave_the_target_its_own(kvmap: KvMap) -> Non
     assert scheduler.finished("declined", PROMPT) is None
 
 
+def running(scheduler: HandoffScheduler, name: str, salt: str, computed: int = 0) -> list:
+    """A request that has begun; returns its orders."""
+    scheduler.match(RequestView(name, PROMPT, salt, handoff=salt), computed)
+    scheduler.allocated(name, range(8))
+    return [order for order in scheduler.take_orders() if order.request_id == name]
+
+
+def exact_now(scheduler: HandoffScheduler, salt: str, computed: int) -> int:
+    """How many of ``computed`` tokens a new request would be told are exact."""
+    scheduler.match(RequestView("new", PROMPT, salt, handoff=salt), computed)
+    return scheduler.finished("new", PROMPT[:1]).already_exact
+
+
+def test_blocks_are_approximate_from_the_moment_they_are_ordered(kvmap: KvMap) -> None:
+    """They were exact once, and were evicted since."""
+    offers = Offers()
+    scheduler = make(kvmap, offers)
+    salt = identity().salt
+    running(scheduler, "exact", salt)
+    scheduler.finished("exact", PROMPT)
+    assert exact_now(scheduler, salt, 28) == 28
+    offered(offers, PROMPT)
+    assert running(scheduler, "mapped", salt)
+    assert exact_now(scheduler, salt, 28) == 0
+
+
+def test_a_failure_does_not_make_older_blocks_exact(kvmap: KvMap) -> None:
+    offers = Offers()
+    scheduler = make(kvmap, offers, window=12)
+    salt = offered(offers, PROMPT)
+    assert running(scheduler, "first", salt)
+    scheduler.finished("first", PROMPT)
+    offered(offers, PROMPT)
+    (order,) = running(scheduler, "second", salt, computed=8)
+    scheduler.failed(FailedLoad("second", order.block_ids, "gone"))
+    scheduler.finished("second", PROMPT)
+    assert exact_now(scheduler, salt, 28) == 0
+
+
+def test_a_failure_beside_a_load_that_held_makes_nothing_exact(kvmap: KvMap) -> None:
+    """Two requests of one hand-over: the engine may keep the blocks of either."""
+    offers = Offers()
+    scheduler = make(kvmap, offers)
+    salt = offered(offers, PROMPT)
+    assert running(scheduler, "held", salt)
+    (order,) = running(scheduler, "lost", salt)
+    scheduler.failed(FailedLoad("lost", order.block_ids, "gone"))
+    scheduler.finished("lost", PROMPT)
+    assert exact_now(scheduler, salt, 28) == 0
+
+
+def test_a_failure_alone_leaves_exact_blocks(kvmap: KvMap) -> None:
+    offers = Offers()
+    scheduler = make(kvmap, offers)
+    salt = offered(offers, PROMPT)
+    (order,) = running(scheduler, "lost", salt)
+    scheduler.failed(FailedLoad("lost", order.block_ids, "gone"))
+    scheduler.finished("lost", PROMPT)
+    assert exact_now(scheduler, salt, 28) == 28
+
+
 def test_bad_counts_are_refused(kvmap: KvMap) -> None:
     for counts in ({"window": -1}, {"first": -1}):
         with pytest.raises(InputError, match="must not be negative"):
@@ -201,13 +262,13 @@ TURNS = st.lists(
     st.fixed_dictionaries(
         {
             "conversation": st.integers(0, 1),
-            "offer": st.booleans(),
-            "read": st.integers(0, 40),
+            "offer": st.sampled_from([True, True, False]),
+            "read": st.integers(0, 60),
             "exact": st.integers(0, 9),
-            "grow": st.integers(1, 9),
+            "grow": st.integers(1, 12),
             "restart": st.booleans(),
             "answer": st.integers(0, 9),
-            "salted": st.booleans(),
+            "salted": st.sampled_from([True, True, True, False]),
             "fail": st.booleans(),
             "keep_old": st.booleans(),
             "chunk": st.integers(1, 3),

@@ -57,7 +57,7 @@ def test_a_block_is_exact_only_if_all_before_it_are() -> None:
     assert record.exact_tokens("s", tokens[:11]) == 8
     assert record.exact_tokens("s", [99, *tokens[1:]]) == 0
     assert record.exact_tokens("s", [*tokens[:4], 99, *tokens[5:]]) == 4
-    record.note("s", tokens[:8], 6)
+    record.note("s", tokens[:8], 7)
     assert record.exact_tokens("s", tokens) == 4, "a block was mapped in part"
     record.note("s", tokens, 16)
     assert record.exact_tokens("s", tokens) == 4, "which of the two an engine keeps is unknown"
