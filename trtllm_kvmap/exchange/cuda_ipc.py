@@ -8,6 +8,7 @@ open its own handles: within one process use in_process.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
@@ -60,7 +61,8 @@ class CudaIpcTransport:
         allocation, _ = self._cuda("cuMemGetAddressRange", where)
         handle = self._cuda("cudaIpcGetMemHandle", where)
         offset = where - int(allocation)
-        return Address("cuda_ipc", offset, pool.data.device.index, bytes(handle.reserved))
+        token = ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
+        return Address("cuda_ipc", offset, pool.data.device.index, token)
 
     def open(self, offer: Offer, landing: BlockPool) -> CudaIpcReader:
         token = offer.address.token
@@ -72,7 +74,7 @@ class CudaIpcTransport:
         self._cuda("cudaSetDevice", landing.data.device.index)
         if token not in self._opened:
             handle = self._cuda.runtime.cudaIpcMemHandle_t()
-            handle.reserved = token
+            ctypes.memmove(handle.getPtr(), token, HANDLE_BYTES)
             flags = self._cuda.runtime.cudaIpcMemLazyEnablePeerAccess
             self._opened[token] = int(self._cuda("cudaIpcOpenMemHandle", handle, flags))
         base = self._opened[token] + offer.address.base
@@ -118,7 +120,7 @@ class CudaIpcReader:
 
     def finished(self, transfer: Any) -> bool:
         errors = self._cuda.runtime.cudaError_t
-        (state,) = self._cuda.runtime.cudaEventQuery(transfer)
+        state = self._cuda.runtime.cudaEventQuery(transfer)[0]
         if state == errors.cudaErrorNotReady:
             return False
         self._cuda("cudaEventDestroy", transfer)
