@@ -1,7 +1,10 @@
 """Every figure of speed, from one command each.
 
     python build_scripts/bench.py handoff --json F    hand-over against prefill; map against matmul
+    python build_scripts/bench.py exchange --json F   blocks between two processes against memcpy
     python build_scripts/bench.py fit --json F        seconds per scope once moments exist
+    python build_scripts/bench.py triton --json F     through Triton against in process; the pipeline
+                                                      against the target alone
 
 Sets up an environment of its own, because what we compare ourselves with is installed there too.
 """
@@ -16,10 +19,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import triton_server
 from environment import MAIN, Environment
 
-BENCHES = {"fit": "bench_fit", "handoff": "bench_handoff"}
-ENVIRONMENT = Environment(".venv-bench", (*MAIN, "aither-kvcache==2.4.1"))
+BENCHES = {
+    "exchange": "bench_exchange",
+    "fit": "bench_fit",
+    "handoff": "bench_handoff",
+    "triton": "bench_triton",
+}
+BESIDE = ("aither-kvcache==2.4.1", "nixl-cu13==1.5.1", "xxhash==4.1.0")
+ENVIRONMENT = Environment(".venv-bench", (*MAIN, *BESIDE))
+ENVIRONMENTS = {"triton": triton_server.ENVIRONMENT}  # where not that one
 INSIDE = "TRTLLM_KVMAP_BENCH"  # set in the child that runs inside the environment
 
 
@@ -30,8 +41,9 @@ def main() -> int:
     parser.add_argument("bench", choices=sorted(BENCHES))
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
+    environment = ENVIRONMENTS.get(options.bench, ENVIRONMENT)
     if INSIDE not in os.environ:
-        command = [str(ENVIRONMENT.ensure()), __file__, *sys.argv[1:]]
+        command = [str(environment.ensure()), __file__, *sys.argv[1:]]
         return subprocess.run(command, check=False, env={**os.environ, INSIDE: "1"}).returncode
     name = BENCHES[options.bench]
     figures = getattr(importlib.import_module(name), name)()
