@@ -18,3 +18,4 @@ class AwaitingBlocks(Breakable):
 
 BLOCKS = AwaitingBlocks()
 EXPORTS = None  # a WantedExports, once the shell can be imported
+RECEIVED = None  # blocks that came over an exchange, for the tests that make one

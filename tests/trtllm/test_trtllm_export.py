@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,18 @@ from fake_host import FakeTrtLlm, Shell, start_source, start_target, write_setti
 
 from trtllm_kvmap.decode.prefill import prefill
 from trtllm_kvmap.errors import UnavailableError
+from trtllm_kvmap.exchange.block_pool import BlockPool
+from trtllm_kvmap.exchange.channel import Listener, connect
+from trtllm_kvmap.exchange.in_process import InProcessTransport
+from trtllm_kvmap.exchange.messages import Reason
+from trtllm_kvmap.exchange.offer import Expected, make_offer
+from trtllm_kvmap.exchange.receive import receive_blocks
+from trtllm_kvmap.exchange.send import send_blocks
 from trtllm_kvmap.inject.connector.blocks import Offer
+from trtllm_kvmap.inject.connector.received import ReceivedBlocks, pack_exported
 from trtllm_kvmap.inject.hf_cache import view_pool
 from trtllm_kvmap.mapper.paging import Places
+from trtllm_kvmap.spec.layout import trtllm_layout
 
 
 @pytest.fixture
@@ -72,6 +83,62 @@ def test_a_target_goes_on_from_what_the_source_kept(
     salt = fake_blocks.BLOCKS.offer(offer, exported.as_source())
     (answer,) = target.run([Ask(ids, salt=salt)])
     require(answer, world.expect(ids, 16, end=(len(ids) - 20) // 32 * 32))
+
+
+@pytest.mark.parametrize("corrupt", [False, True])
+def test_from_engine_to_engine_over_an_exchange(
+    source: FakeTrtLlm,
+    exports: Any,
+    imported: Shell,
+    world: World,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    corrupt: bool,
+) -> None:
+    """Both engines are fakes around real models; the exchange is the real one, in one process."""
+    ids = world.prompt(36)
+    exports.want("hand-over", ids)
+    source.run([Ask(ids, 1)])
+    exported, transport = exports.take("hand-over"), InProcessTransport()
+    layout = trtllm_layout(24, *world.source.spec.kv_shape[:2], 16, world.source.spec.head_dim)
+    sent_from, landing = (BlockPool.allocate(layout, "float32") for _ in range(2))
+    blocks = pack_exported(exported, sent_from)
+    address = transport.expose(sent_from)
+    fingerprint = world.source.fingerprint
+    offer = make_offer("r1", fingerprint, ids, len(ids), sent_from, address)
+    wanted = Expected("r1", fingerprint, world.source.spec.kv_shape, tuple(ids))
+    with closing(Listener()) as listener, ThreadPoolExecutor(1) as threads:
+        if corrupt:
+            wrong = "trtllm_kvmap.exchange.send.block_checksums"
+            monkeypatch.setattr(wrong, lambda name, data, part: (0,) * len(part))
+        sent = threads.submit(
+            lambda: send_blocks(connect(listener.address, 5.0), offer, sent_from, blocks)
+        )
+        received = receive_blocks(listener, wanted, {"in_process": transport}, landing)
+        assert (sent.result(30).reason is Reason.COMPLETE) is not corrupt
+    held = ReceivedBlocks(landing)
+    monkeypatch.setattr(fake_blocks, "RECEIVED", held)
+    path = write_settings(
+        tmp_path / "target.json",
+        kvmap=str(world.path),
+        blocks="fake_blocks:RECEIVED",
+        first_tokens=4,
+        repair_window=20,
+        allow_unproven=True,
+    )
+    monkeypatch.setenv("TRTLLM_KVMAP_CONNECTOR", path)
+    target = start_target(imported, world.target, set())
+    salt = held.hold(Offer(world.identity(), tuple(ids), fingerprint), received)
+    (answer,) = target.run([Ask(ids, salt=salt)])
+    assert answer.status is not None
+    if corrupt:
+        require(answer, world.native(ids, 16))
+        assert answer.status["state"] == "fallback_reprefill"
+        assert "corrupted" in answer.status["reason"]
+    else:
+        require(answer, world.expect(ids, 16, end=(len(ids) - 20) // 32 * 32))
+        assert answer.status["state"] == "applied"
+    assert (landing.num_free, sent_from.num_free, held.salts()) == (24, 24, ())
 
 
 def test_blocks_are_held_until_the_copy_is_done(
