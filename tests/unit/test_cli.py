@@ -108,7 +108,37 @@ def test_generate_continues_and_says_what_was_mapped(work: dict[str, Any], tmp_p
     )
     said = json.loads(out.read_text())
     assert len(said["token_ids"]) == 4
-    assert said["tokens"] == {"prompt": 81, "first": 1, "mapped": 72, "repaired": 8, "sink": 1}
+    counts = {"prompt": 81, "first": 1, "mapped": 72, "repaired": 8, "sink": 1, "selected": 0}
+    assert said["tokens"] == counts
+    assert (said["status"], said["guard"]) == ("applied", None)
+
+
+@pytest.mark.parametrize(("limit", "status"), [(1e9, "applied"), (-1e9, "fallback_reprefill")])
+def test_generate_asks_the_guard_that_the_map_carries(
+    limit: float, status: str, work: dict[str, Any], tmp_path: Path
+) -> None:
+    out, kvmap = tmp_path / "said.json", tmp_path / "guarded"
+    guard = {"weights": [1.0] + [0.0] * 7, "bias": 0.0, "limit": limit, "measured": {}}
+    KvMap.load(work["kvmap"], allow_unproven=True).with_guard(guard).save(kvmap)
+    prompt = " ".join(["<bos>", *["after anna ben near"] * 20])
+    options = ("--allow-unproven", "--max-new-tokens", 2, "--selected-tokens", 5, "--json", out)
+    shown = run("generate", kvmap, *pair(work), "--prompt", prompt, *options)
+    said = json.loads(out.read_text())
+    assert said["status"] == status
+    assert f"{status} (guard: " in shown
+    mapped = {"applied": (48, 5), "fallback_reprefill": (0, 0)}[status]
+    assert (said["tokens"]["mapped"], said["tokens"]["selected"]) == mapped
+
+
+def test_guard_is_stored_in_the_map(work: dict[str, Any], tmp_path: Path) -> None:
+    kvmap, out = tmp_path / "guarded", tmp_path / "guard.json"
+    KvMap.load(work["kvmap"], allow_unproven=True).save(kvmap)
+    few = ("--num-items", 3, "--context-tokens", 256, "--metric", "nll", "--repair-window", 8)
+    shown = run("guard", kvmap, *pair(work), *few, "--json", out)
+    guard = json.loads(out.read_text())
+    assert KvMap.load(kvmap, allow_unproven=True).guard == guard
+    assert (guard["measured"]["N"], len(guard["measured"]["set_on"])) == (8, 3)
+    assert f"of {guard['measured']['cases']} hand-overs" in shown
 
 
 def test_evaluate_writes_the_report_and_report_shows_it(

@@ -160,8 +160,9 @@ def test_a_plan_that_selects_wrongly_is_refused(
         bridge.hand_over(prefill(source, ids).cache, ids, plan)
 
 
-def test_overwriting_moves_the_last_entries_in_order(random_model: Callable) -> None:
-    spec = random_model().spec
+@pytest.mark.parametrize("kv_heads", [1, 2])  # one head: the entries are one piece of memory
+def test_overwriting_moves_the_last_entries_in_order(kv_heads: int, random_model: Callable) -> None:
+    spec = random_model(kv_heads=kv_heads).spec
     cache = make_cache(spec, 7, batch=2)
     pool = view_pool(cache)
     for number, view in enumerate(pool.keys + pool.values):

@@ -14,6 +14,7 @@ from trtllm_kvmap.cli.app import (
     SourceOption,
     TargetOption,
     UnprovenOption,
+    complaints,
     console,
     verb,
     write_json,
@@ -21,7 +22,10 @@ from trtllm_kvmap.cli.app import (
 from trtllm_kvmap.cli.flags import config_flags
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.decode.generate import generate as continue_from
+from trtllm_kvmap.decode.guard import Guard
+from trtllm_kvmap.decode.guarded import Guarded, hand_over_guarded
 from trtllm_kvmap.decode.prefill import prefill
+from trtllm_kvmap.decode.select_tokens import rank_by_attention
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.models import load_model
 from trtllm_kvmap.spec.plan import plan_handoff
@@ -34,6 +38,10 @@ class GenerateConfig:
     max_new_tokens: int = field(default=32, metadata={"help": "tokens to generate, greedily"})
     first_tokens: int = field(default=1, metadata={"help": "S: first tokens the target computes"})
     repair_window: int = field(default=32, metadata={"help": "N: last tokens the target computes"})
+    selected_tokens: int = field(
+        default=0,
+        metadata={"help": "tokens between that it computes too: those the source looks at most"},
+    )
     backend: str = field(default="cpu", metadata={"help": "which backend runs the map"})
 
 
@@ -49,7 +57,11 @@ def generate(
     allow_unproven: UnprovenOption = False,
     json: JsonOption = None,
 ) -> None:
-    """The source reads a prompt, the target goes on from the mapped cache."""
+    """The source reads a prompt, the target goes on from the mapped cache.
+
+    A map that carries a guard (`trtllm-kvmap guard`) is asked whether it may stand; if not, the
+    target reads the prompt itself.
+    """
     loaded = KvMap.load(kvmap, allow_unproven=allow_unproven)
     reader = load_model(source)
     bridge = KvBridge(loaded, source=reader, target=load_model(target), backend=config.backend)
@@ -60,7 +72,16 @@ def generate(
         len(ids), first_tokens=config.first_tokens, repair_window=config.repair_window
     )
     read = prefill(reader, ids, logits_to_keep=1)
-    handoff = bridge.hand_over(read.cache, ids, plan)
+    if config.selected_tokens:
+        ranked = rank_by_attention(reader, read.cache, ids, plan)
+        plan = plan.with_selected(ranked, plan.num_computed + config.selected_tokens)
+    guard = None if loaded.guard is None else Guard.from_json(loaded.guard)
+    if guard is None:
+        made = Guarded(bridge.hand_over(read.cache, ids, plan), "applied", None, None)
+    else:
+        made = hand_over_guarded(bridge, guard, read.cache, ids, plan)
+    handoff, plan = made.handoff, made.handoff.plan
+    complaints.print(_said(made, guard), markup=False, highlight=False)
     tokenizer: Any = bridge.target.tokenizer
     stops = {tokenizer.eos_token_id} - {None}
     tokens = continue_from(
@@ -73,16 +94,27 @@ def generate(
         {
             "text": answer,
             "token_ids": tokens,
+            "status": made.status,
+            "guard": None if guard is None else {"score": made.score, "limit": guard.limit},
             "tokens": {
                 "prompt": len(ids),
                 "first": len(plan.first),
                 "mapped": len(plan.mapped),
+                "selected": len(plan.selected),
                 "repaired": len(plan.repaired),
                 "sink": handoff.sink_tokens,
             },
             "seconds": handoff.seconds,
         },
     )
+
+
+def _said(made: Guarded, guard: Guard | None) -> str:
+    if guard is None:
+        return f"{made.status} (the map has no guard)"
+    if made.score is None:
+        return f"{made.status} (nothing was mapped)"
+    return f"{made.status} (guard: {made.score:.3g}, limit {guard.limit:.3g})"
 
 
 def _prompt_text(prompt: str, prompt_file: Path | None) -> str:

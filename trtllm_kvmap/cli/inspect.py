@@ -39,4 +39,5 @@ def describe(kvmap: KvMap) -> dict[str, Any]:
         "sinks": [list(entry.token_ids) for entry in kvmap.sinks],
         "fitted": kvmap.fitted,
         "evidence": kvmap.evidence,
+        "guard": kvmap.guard,
     }

@@ -200,7 +200,7 @@ def overwrite_with_last(cache: HfCache, entries: Sequence[int]) -> None:
     """
     pool, columns = view_pool(cache), list(entries)
     for view in pool.keys + pool.values:
-        view[:, :, columns] = view[:, :, view.shape[2] - len(columns) :]
+        view[:, :, columns] = view[:, :, view.shape[2] - len(columns) :].clone()
     cache.crop(-len(columns))
 
 

@@ -1,0 +1,360 @@
+"""The guard: its signals by formula, its decision, the fall-back, and how it is set."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from evaluate_cases import ITEMS
+from handmade_maps import copy_map, random_map
+
+from trtllm_kvmap.artifact.kvmap import KvMap
+from trtllm_kvmap.decode.bridge import KvBridge
+from trtllm_kvmap.decode.guard import Guard
+from trtllm_kvmap.decode.guarded import hand_over_guarded, hop_guard
+from trtllm_kvmap.decode.prefill import prefill
+from trtllm_kvmap.decode.session import Session
+from trtllm_kvmap.decode.signals import WINDOW, Signals, measure_signals
+from trtllm_kvmap.errors import FormatError, InputError, MismatchError, UnavailableError
+from trtllm_kvmap.evaluate.damage import damaged_maps, with_neighbour, with_noise, with_order
+from trtllm_kvmap.evaluate.guard import Case, GuardConfig, fit_guard, rates, run_case, set_guard
+from trtllm_kvmap.evaluate.reading import read_item
+from trtllm_kvmap.inject.hf_cache import HfCache, num_entries, view_pool
+from trtllm_kvmap.models import LoadedModel
+from trtllm_kvmap.spec.plan import plan_handoff
+
+Models = tuple[LoadedModel, LoadedModel]
+
+
+def tokens(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(2, 60, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def stacked(cache: HfCache) -> torch.Tensor:
+    """The whole cache, [2, layers, batch, heads, entries, head_dim]."""
+    pool = view_pool(cache)
+    return torch.stack([torch.stack(pool.keys), torch.stack(pool.values)])
+
+
+def unturned(keys: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
+    """RoPE taken off in complex numbers: channel pair z becomes z * exp(-i position frequency)."""
+    half = keys.shape[-1] // 2
+    frequency = theta ** -(torch.arange(half, dtype=torch.float64) / half)
+    z = torch.complex(keys[..., :half].double(), keys[..., half:].double())
+    z = z * torch.exp(-1j * positions[:, None] * frequency)
+    return torch.cat([z.real, z.imag], dim=-1)
+
+
+@pytest.fixture
+def pair(random_model: Callable) -> Models:
+    return random_model(layers=3, seed=1), random_model("llama", layers=6, head_dim=32, seed=2)
+
+
+@pytest.fixture
+def bridge(pair: Models) -> KvBridge:
+    return KvBridge(random_map(*pair), source=pair[0], target=pair[1])
+
+
+def guard_of(limit: float, weights: int = 10) -> Guard:
+    """Decides by the loss gap alone."""
+    return Guard((1.0,) + (0.0,) * (weights - 1), 0.0, limit, {})
+
+
+# --- Signals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("count", "repair"), [(60, 16), (110, 90)])
+@pytest.mark.parametrize("kept", [1, WINDOW])
+def test_signals_are_those_of_the_formula(
+    count: int, repair: int, kept: int, bridge: KvBridge
+) -> None:
+    source, target = bridge.source, bridge.target
+    ids = tokens(count)
+    read = prefill(source, ids)
+    plan = plan_handoff(count, repair_window=repair)
+    hand = bridge.hand_over(read.cache, ids, plan, keep_logits=kept)
+    found = measure_signals(bridge, read.cache, ids, hand)
+
+    first = count - min(repair, 64)
+    alone = torch.log_softmax(read.logits.double(), -1)
+    shared = prefill(target, ids[plan.repaired.start :], _before(bridge, read.cache, ids, plan))
+    after = torch.log_softmax(shared.logits.double(), -1)
+    gaps = [
+        float(alone[i, ids[i + 1]] - after[i - plan.repaired.start, ids[i + 1]])
+        for i in range(first, count - 1)
+    ]
+    assert found.loss_gap == pytest.approx(sum(gaps) / len(gaps), abs=1e-5)
+    assert found.loss_excess == pytest.approx(
+        sum(max(gap, 0) for gap in gaps) / len(gaps), abs=1e-5
+    )
+    mapped = stacked(bridge.convert(read.cache, ids, first_tokens=0))[:, :, 0, :, first:].double()
+    repaired = stacked(shared.cache)[:, :, 0, :, first:].double()
+    positions = torch.arange(first, count)
+    theta = target.spec.rope.theta
+    mapped[0], repaired[0] = (unturned(keys[0], positions, theta) for keys in (mapped, repaired))
+    error = (mapped - repaired).square().sum((2, 3, 4))
+    spread = repaired.var(dim=3, correction=0).sum((2, 3)) * len(positions)
+    ratio = error / spread  # [2, 6]: six layers in four bands are 2, 2, 1 and 1
+    bands = [[0, 1], [2, 3], [4], [5]]
+    expected = [math.sqrt(row[band].mean()) for row in ratio for band in bands]
+    assert found.drift == pytest.approx(expected, rel=1e-4)
+
+
+def _before(bridge: KvBridge, source_cache: HfCache, ids: torch.Tensor, plan: object) -> HfCache:
+    """The target's cache of everything before the repair window, as the bridge fills it."""
+    start = plan.repaired.start  # type: ignore[attr-defined]
+    return bridge.convert(source_cache, ids[:start], first_tokens=1)
+
+
+def test_the_source_cache_may_end_before_the_window(bridge: KvBridge) -> None:
+    """A conversation whose last turn the source has not read."""
+    ids, plan = tokens(60), plan_handoff(60, repair_window=20)
+    whole, part = (prefill(bridge.source, ids[:n]).cache for n in (60, 40))
+    signals = [
+        measure_signals(bridge, cache, ids, bridge.hand_over(cache, ids, plan))
+        for cache in (whole, part)
+    ]
+    np.testing.assert_allclose(*(s.to_features() for s in signals), atol=1e-4)
+    assert (num_entries(whole), num_entries(part)) == (60, 40)
+
+
+def test_a_perfect_map_shows_nothing(random_model: Callable) -> None:
+    loaded = random_model()
+    bridge = KvBridge(copy_map(loaded, loaded), source=loaded, target=loaded)
+    ids = tokens(60)
+    cache = prefill(loaded, ids).cache
+    hand = bridge.hand_over(cache, ids, plan_handoff(60, repair_window=16))
+    found = measure_signals(bridge, cache, ids, hand)
+    assert abs(found.loss_gap) < 1e-5
+    assert 0 <= found.loss_excess < 1e-5
+    assert max(found.drift) < 1e-4
+
+
+def test_what_cannot_be_measured_says_why(bridge: KvBridge) -> None:
+    ids = tokens(2, 30)
+    cache = prefill(bridge.source, ids).cache
+    batch = bridge.hand_over(cache, ids, plan_handoff(30, repair_window=8))
+    with pytest.raises(InputError, match=r"one prompt with at least 2 repaired.*\[2, 30\]"):
+        measure_signals(bridge, cache, ids, batch)
+    alone = prefill(bridge.source, ids[0]).cache
+    last = bridge.hand_over(alone, ids[0], plan_handoff(30, repair_window=1))
+    with pytest.raises(InputError, match="1 repaired; hand rows over one by one"):
+        measure_signals(bridge, alone, ids[0], last)
+    afar = SimpleNamespace(source=SimpleNamespace(name="far"), target=bridge.target)
+    with pytest.raises(UnavailableError, match="losses of far are not to be had here"):
+        measure_signals(afar, alone, ids[0], last)  # type: ignore[arg-type]
+
+
+# --- The decision and the fall-back --------------------------------------------------------------
+
+
+def test_the_score_is_weighed_against_the_limit() -> None:
+    signals = Signals(0.5, 0.75, (0.09, 0.99))
+    guard = Guard((2.0, 4.0, 1.0, 10.0), -3.0, 0.0, {})
+    expected = -3 + 2 * 0.5 + 4 * 0.75 + math.log(0.1) + 10 * math.log(1.0)
+    assert guard.judge(signals) == (pytest.approx(expected), True)
+    assert not replace(guard, limit=expected - 1e-6).judge(signals).applied
+    assert not replace(guard, bias=math.nan).judge(signals).applied, "no number must not stand"
+    with pytest.raises(MismatchError, match="weighs 3 signals, the hand-over shows 4"):
+        replace(guard, weights=(1.0, 1.0, 1.0)).judge(signals)
+
+
+def test_a_hand_over_that_passes_is_the_bridges_own(bridge: KvBridge) -> None:
+    ids, plan = tokens(60), plan_handoff(60, repair_window=16)
+    cache = prefill(bridge.source, ids).cache
+    passed = hand_over_guarded(bridge, guard_of(math.inf), cache, ids, plan)
+    alone = bridge.hand_over(cache, ids, plan, keep_logits=WINDOW)
+    assert passed.status == "applied"
+    assert torch.equal(stacked(passed.handoff.cache), stacked(alone.cache))
+    assert torch.equal(passed.handoff.logits, alone.logits)
+    assert passed.score == passed.signals.loss_gap  # type: ignore[union-attr]
+
+
+def test_after_a_fall_back_nothing_mapped_is_left(bridge: KvBridge) -> None:
+    ids, plan = tokens(60), plan_handoff(60, spliced=10, repair_window=16)
+    cache, own = prefill(bridge.source, ids).cache, prefill(bridge.target, ids[:20]).cache
+    found = hand_over_guarded(bridge, guard_of(-math.inf), cache, ids, plan, own)
+    assert found.status == "fallback_reprefill"
+    assert not found.handoff.plan.mapped
+    by_hand = bridge.convert(cache, ids[:10], first_tokens=10)  # the target's own first ten
+    native = prefill(bridge.target, ids[10:], by_hand)
+    torch.testing.assert_close(
+        stacked(found.handoff.cache), stacked(native.cache), rtol=0, atol=2e-5
+    )
+    torch.testing.assert_close(found.handoff.logits, native.logits[-1], rtol=0, atol=5e-5)
+    assert (num_entries(cache), num_entries(own)) == (60, 20)
+
+
+def test_nothing_mapped_is_nothing_to_judge(bridge: KvBridge) -> None:
+    ids = tokens(20)
+    cache = prefill(bridge.source, ids).cache
+    found = hand_over_guarded(bridge, guard_of(-math.inf), cache, ids, plan_handoff(20))
+    assert (found.status, found.signals, found.score) == ("applied", None, None)
+
+
+@pytest.mark.parametrize(("limit", "outcome"), [(9e9, "applied"), (-9e9, "fallback_reprefill")])
+def test_a_session_asks_the_guard(limit: float, outcome: str, pair: Models) -> None:
+    source, target = pair
+    bridge = KvBridge(random_map(source, target), source=source, target=target)
+    session = Session(
+        {"small": source, "large": target}, [bridge], guard=hop_guard(guard_of(limit))
+    )
+    session.add(tokens(60).tolist())
+    session.generate(2)
+    session.switch("large", repair_window=16)
+    assert session.hops[-1].outcome == outcome
+
+
+# --- The file ------------------------------------------------------------------------------------
+
+
+def test_a_guard_travels_in_the_map(bridge: KvBridge, tmp_path: Path) -> None:
+    guard = Guard((0.5, -1.25), 3.0, 0.125, {"cases": 7})
+    bare, guarded = tmp_path / "bare", tmp_path / "guarded"
+    assert bridge.kvmap.save(bare) != bridge.kvmap.with_guard(guard.to_json()).save(guarded)
+    found = KvMap.load(guarded, allow_unproven=True)
+    assert Guard.from_json(found.guard) == guard
+    assert KvMap.load(bare, allow_unproven=True).guard is None
+    assert b'"guard"' not in bare.read_bytes(), "a map without one is written as it always was"
+
+
+@pytest.mark.parametrize("broken", [None, {}, {"weights": [1], "bias": 0, "limit": "x"}])
+def test_a_guard_that_cannot_be_read_is_refused(broken: object) -> None:
+    with pytest.raises(FormatError, match="set it again with `trtllm-kvmap guard`"):
+        Guard.from_json(broken)
+
+
+# --- Setting it ----------------------------------------------------------------------------------
+
+
+def cases_of(bad: list[float], good: list[float]) -> list[Case]:
+    """Cases that only their loss gap tells apart, with a second signal that says nothing."""
+    rng = np.random.default_rng(0)
+    return [
+        Case(Signals(gap, float(rng.random()), (0.5,)), mapped=0.2 if worse else 0.8, source=0.5)
+        for worse, gaps in ((True, bad), (False, good))
+        for gap in gaps
+    ]
+
+
+def test_a_guard_learns_which_signal_tells() -> None:
+    rng = np.random.default_rng(1)
+    bad, good = (rng.normal(mean, 0.3, 400).tolist() for mean in (2.0, 0.0))
+    guard = fit_guard(cases_of(bad, good), GuardConfig(), [])
+    assert guard.weights[0] > 5 * abs(guard.weights[1])
+    assert guard.measured["false_fallback_rate"] <= 0.05
+    assert guard.measured["missed_bad_rate"] <= 0.01
+    # On cases it has not seen: 2 / 0.3 deviations apart are told apart.
+    fresh = cases_of(rng.normal(2.0, 0.3, 400).tolist(), rng.normal(0.0, 0.3, 400).tolist())
+    fell_back = np.array([not guard.judge(case.signals).applied for case in fresh])
+    found = rates(fell_back, np.array([case.bad for case in fresh]))
+    assert found["false_fallback_rate"] < 0.03
+    assert found["missed_bad_rate"] < 0.03
+
+
+def test_the_limit_lets_through_no_more_than_allowed() -> None:
+    """Where the two overlap, it is the good ones that pay."""
+    rng = np.random.default_rng(1)
+    bad, good = (rng.normal(mean, 1.0, 500).tolist() for mean in (1.0, 0.0))
+    for missed in (0.0, 0.01, 0.2):
+        guard = fit_guard(cases_of(bad, good), GuardConfig(missed=missed), [])
+        assert guard.measured["missed_bad_rate"] <= missed
+        assert guard.measured["false_fallback_rate"] > 0.1
+
+
+def test_one_kind_of_case_sets_no_guard() -> None:
+    with pytest.raises(InputError, match="0 of 2 hand-overs were worse"):
+        fit_guard(cases_of([], [0.0, 1.0]), GuardConfig(), [])
+
+
+def test_rates_are_of_their_own_kind() -> None:
+    fell_back = np.array([True, True, False, False, False])
+    bad = np.array([True, False, False, False, True])
+    assert rates(fell_back, bad) == {
+        "cases": 5,
+        "bad": 2,
+        "false_fallback_rate": pytest.approx(1 / 3),
+        "missed_bad_rate": 0.5,
+    }
+    assert rates(fell_back[1:2], bad[1:2])["missed_bad_rate"] is None
+
+
+def test_a_case_is_bad_when_the_source_alone_does_better(bridge: KvBridge) -> None:
+    reading = read_item(bridge.source, bridge.target, ITEMS[0], (), rollout_steps=1)
+    for metric in ("accuracy", "nll"):
+        case = run_case(bridge, reading, GuardConfig(metric=metric, repair_window=8))
+        assert case.bad == (case.mapped < case.source)
+        assert (case.mapped <= 0) == (metric == "nll") or case.mapped == 0
+        assert replace(case, mapped=case.source).bad is False
+
+
+def test_a_guard_is_set_on_damaged_copies(random_model: Callable) -> None:
+    source, target = random_model(seed=1), random_model()
+    kvmap = random_map(source, target)
+    seen: list[int] = []
+    guard = set_guard(
+        kvmap, source, target, ITEMS, GuardConfig(metric="nll", repair_window=8), seen.append
+    )
+    assert guard.measured["cases"] == len(ITEMS) * len(seen)
+    assert seen[-1] == 1 + len(list(damaged_maps(kvmap, 0)))
+    assert guard.measured["set_on"] == [item.digest for item in ITEMS]
+    json.dumps(guard.to_json(), allow_nan=False)
+    chosen = replace(kvmap, fitted={"selected_on": [ITEMS[0].digest]})
+    with pytest.raises(InputError, match="helped to choose this map"):
+        set_guard(chosen, source, target, ITEMS, GuardConfig(metric="nll"))
+
+
+# --- Damage --------------------------------------------------------------------------------------
+
+
+def test_damage_is_what_it_says(pair: Models) -> None:
+    kvmap = random_map(*pair)
+    group = kvmap.groups[0]
+    noisy = with_noise(group, 0.5, np.random.default_rng(0))
+    ratio = float((noisy.weight - group.weight).std() / group.weight.std())
+    assert 0.4 < ratio < 0.6
+    neighbours = with_neighbour(kvmap, 5)  # the last layer takes the one before
+    for mine, theirs in zip(neighbours, kvmap.groups, strict=True):
+        wanted = 4 if theirs.layer == 5 else theirs.layer
+        twin = next(
+            g
+            for g in kvmap.groups
+            if (g.field, g.layer, g.heads) == (mine.field, wanted, mine.heads)
+        )
+        assert mine.layer == theirs.layer
+        assert torch.equal(mine.weight, twin.weight)
+
+
+def test_another_order_is_what_a_shuffled_layer_would_give(pair: Models) -> None:
+    """Values of one source layer, channels shuffled in the cache, through the map as it is."""
+    source, target = pair
+    kvmap = random_map(source, target)
+    layer, order = 1, torch.randperm(source.spec.head_dim)
+    changed = replace(
+        kvmap, groups=tuple(with_order(kvmap, group, layer, order) for group in kvmap.groups)
+    )
+    ids = tokens(30)
+    cache = prefill(source, ids).cache
+    shuffled = prefill(source, ids).cache
+    # Row i of the changed matrix is row order[i] of the map's: the inverse shuffle of the cache.
+    inverse = torch.argsort(order)
+    view_pool(shuffled).values[layer].copy_(view_pool(cache).values[layer][..., inverse])
+    through, beside = (
+        stacked(KvBridge(m, source=source, target=target).convert(c, ids, first_tokens=0))[1]
+        for m, c in ((kvmap, shuffled), (changed, cache))
+    )
+    torch.testing.assert_close(beside, through, rtol=0, atol=1e-4)
+
+
+def test_a_map_that_cannot_be_damaged_that_way_is_left_out(random_model: Callable) -> None:
+    loaded = random_model()
+    damaged = list(damaged_maps(copy_map(loaded, loaded), 0))
+    assert len(damaged) == loaded.spec.num_layers  # a copy has no matrix: only layers change
+    assert all(isinstance(each, KvMap) for each in damaged)

@@ -1,0 +1,69 @@
+"""`trtllm-kvmap guard`"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trtllm_kvmap.artifact.kvmap import KvMap
+from trtllm_kvmap.artifact.whole import require_writable
+from trtllm_kvmap.cli.app import (
+    JsonOption,
+    SourceOption,
+    TargetOption,
+    console,
+    progress,
+    verb,
+    write_json,
+)
+from trtllm_kvmap.cli.flags import config_flags
+from trtllm_kvmap.evaluate.guard import GuardConfig, set_guard
+from trtllm_kvmap.evaluate.tasks import TaskConfig, read_items
+from trtllm_kvmap.models import load_model
+
+
+@verb
+@config_flags(task_config=TaskConfig, config=GuardConfig)
+def guard(
+    kvmap: Annotated[
+        Path, typer.Argument(help="a .kvmap.safetensors file; the guard goes into it")
+    ],
+    source: SourceOption,
+    target: TargetOption,
+    task_config: TaskConfig,
+    config: GuardConfig,
+    json: JsonOption = None,
+) -> None:
+    """Set the guard of a map: from which signals on a hand-over is taken back and the prompt read.
+
+    The items are handed over by the map and by damaged copies of it. Give items that neither fit,
+    selection nor report sees, and the S and N that hand-overs will have.
+    """
+    require_writable(kvmap)
+    if json is not None:
+        require_writable(json)
+    loaded = KvMap.load(kvmap, allow_unproven=True)
+    source_model, target_model = load_model(source), load_model(target)
+    items = read_items(task_config, target_model.tokenizer)
+    with progress() as bar:
+        task = bar.add_task("guard", total=None)
+        found = set_guard(
+            loaded,
+            source_model,
+            target_model,
+            items,
+            config,
+            on_map=lambda done: bar.update(task, completed=done),
+        )
+    loaded.with_guard(found.to_json()).save(kvmap)
+    measured = found.measured
+    console.print(
+        f"Stored a guard in {kvmap}: of {measured['cases']} hand-overs, {measured['bad']} worse "
+        f"than the source, it takes back {measured['false_fallback_rate']:.1%} of the others and "
+        f"misses {measured['missed_bad_rate']:.1%}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    write_json(json, found.to_json())
