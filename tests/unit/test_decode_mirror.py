@@ -10,7 +10,7 @@ from caches import random_tokens, stacked
 from handmade_maps import copy_map, own_layer_map, random_map
 
 from trtllm_kvmap.artifact.native import SinkEntry
-from trtllm_kvmap.decode.bridge import KvBridge
+from trtllm_kvmap.decode.bridge import KvBridge, complete
 from trtllm_kvmap.decode.generate import generate
 from trtllm_kvmap.decode.mirror import Mirror
 from trtllm_kvmap.decode.prefill import prefill
@@ -76,6 +76,22 @@ def test_a_mirrored_switch_is_the_map_at_the_switch(
         print(f"largest difference {float((here - there).abs().max()):.2e}")
 
 
+def test_selected_tokens_are_computed_over_mirrored_ones(random_model: Callable) -> None:
+    source, target = random_model(seed=1), random_model(seed=0)
+    bridge = KvBridge(random_map(source, target), source=source, target=target)
+    ids = random_tokens(120)
+    mirror = Mirror(bridge, tokens_per_block=16)
+    cache = read_along(source, ids, mirror)
+    plan = plan_handoff(120, repair_window=16).with_selected([40, 7, 80], 20)
+    for _ in range(2):  # the second finds the mirror as the first did
+        mirrored = mirror.hand_over(cache, ids, plan)
+        expected = bridge.hand_over(cache, ids, plan)
+        torch.testing.assert_close(
+            stacked(mirrored.cache), stacked(expected.cache), rtol=0, atol=2e-5
+        )
+        torch.testing.assert_close(mirrored.logits, expected.logits, rtol=0, atol=2e-5)
+
+
 def test_only_the_repair_is_left_and_nothing_is_copied(
     random_model: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,13 +103,12 @@ def test_only_the_repair_is_left_and_nothing_is_copied(
     cache = read_along(source, ids, mirror)
     assert mapped == [31, 32, 32, 32], "the first block without its first token, then three whole"
     given: list[HfCache] = []
-    hand_over = bridge.hand_over
 
-    def seen(source_cache: object, token_ids: object, plan: object, held: HfCache) -> object:
-        given.append(held)
-        return hand_over(source_cache, token_ids, plan, held)
+    def seen(target: object, prompt: object, plan: object, cache: HfCache, *rest: object) -> object:
+        given.append(fork(cache))
+        return complete(target, prompt, plan, cache, *rest)
 
-    monkeypatch.setattr(bridge, "hand_over", seen)
+    monkeypatch.setattr("trtllm_kvmap.decode.mirror.complete", seen)
     mapped.clear()
     before = mirror.entries
     mirror.hand_over(cache, ids, plan_handoff(140, repair_window=32))

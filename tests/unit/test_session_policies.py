@@ -12,6 +12,8 @@ from handmade_maps import copy_map, random_map
 
 from trtllm_kvmap.decode.bridge import Handoff, KvBridge
 from trtllm_kvmap.decode.generate import generate
+from trtllm_kvmap.decode.guard import Guard
+from trtllm_kvmap.decode.guarded import hop_guard
 from trtllm_kvmap.decode.hop import Verdict
 from trtllm_kvmap.decode.prefill import prefill
 from trtllm_kvmap.decode.session import Session, Upgrade
@@ -257,6 +259,25 @@ def test_a_guard_that_objects_makes_the_target_read(random_model: Callable) -> N
     assert (session.held["a"].exact, session.held["a"].mapped) == (124, ())
     cache = native(session.models["a"], session.token_ids, [80, 1, 1, 1, 41])
     assert torch.equal(stacked(session.held["a"].cache), stacked(cache))
+
+
+def test_the_guard_of_a_map_judges_the_switches_of_a_conversation(random_model: Callable) -> None:
+    """By the loss of known tokens alone: a model handed over to itself stands, another falls."""
+    guard = Guard(weights=(1.0, *[0.0] * 5), bias=0.0, limit=0.5, measured={})
+    a, b = random_model(seed=0), random_model(seed=1)
+    for standby in (False, True):
+        for make_map, target, outcome in ((copy_map, a, "applied"), (random_map, b, "fallback")):
+            bridge = KvBridge(make_map(a, target), source=a, target=target)
+            session = Session({"a": a, "b": target}, [bridge], guard=hop_guard(guard))
+            session.add(random_tokens(80))
+            reply = session.generate(30)
+            if standby:
+                session.mirror("b")
+            # What a says is likely to a; the other model has no reason to think so.
+            session.switch("b", repair_window=16)
+            assert session.hops[-1].outcome.startswith(outcome)
+            assert abs(session.hops[-1].drift) < 1e-3 or target is b
+            assert len(reply) == 30
 
 
 # --- A long conversation -------------------------------------------------------------------------

@@ -87,7 +87,7 @@ class KvBridge:
         first_end = min(max(first_tokens, 0), end)
         plan = HandoffPlan(end, range(0), range(first_end), range(first_end, end), range(end, end))
         length = check_request(self.kvmap, self.source, self.target, prompt, plan, cache, None)
-        return self._fill(prompt, plan, cache, None, length, _stopwatch())[0]
+        return self._fill(prompt, plan, cache, None, length, stopwatch())[0]
 
     def hand_over(
         self,
@@ -126,12 +126,9 @@ class KvBridge:
         length = check_request(
             self.kvmap, self.source, self.target, prompt, plan, source_cache, target_cache
         )
-        seconds = _stopwatch()
+        seconds = stopwatch()
         cache, sink_tokens = self._fill(prompt, plan, source_cache, target_cache, length, seconds)
-        with _timed(seconds, "repair"):
-            kept = repair(self.target, prompt, plan, cache, keep=max(keep_logits, 1))
-            kept = kept[0] if prompt.single else kept
-        return Handoff(cache, kept[..., -1, :], plan, sink_tokens, seconds, kept)
+        return complete(self.target, prompt, plan, cache, sink_tokens, seconds, keep_logits)
 
     def _fill(
         self,
@@ -143,7 +140,7 @@ class KvBridge:
         seconds: dict[str, float],
     ) -> tuple[HfCache, int]:
         """The target's cache of everything before ``plan.repaired``, and the sink tokens taken."""
-        with _timed(seconds, "first"):
+        with timed(seconds, "first"):
             spliced = empty_cache() if target_cache is None else target_cache
             own = fork(spliced, plan.spliced.stop) if plan.spliced else empty_cache()
             own, sink_tokens = add_first(self.kvmap, self.target, prompt, plan, own)
@@ -156,11 +153,11 @@ class KvBridge:
             dtype=self.target.model.dtype,
             device=self.target.device,
         )
-        with _timed(seconds, "splice"):
+        with timed(seconds, "splice"):
             place_own(own, cache, prompt.pads)
         length = self.target.rope_length(prompt.longest)
         if plan.mapped:
-            with _timed(seconds, "map"):
+            with timed(seconds, "map"):
                 span = mapped_span(
                     prompt,
                     plan,
@@ -176,12 +173,32 @@ class KvBridge:
         return cache, sink_tokens
 
 
-def _stopwatch() -> dict[str, float]:
+def complete(
+    target: LoadedModel,
+    prompt: Prompt,
+    plan: HandoffPlan,
+    cache: HfCache,
+    sink_tokens: int,
+    seconds: dict[str, float],
+    keep_logits: int,
+) -> Handoff:
+    """The last step of a hand-over: repair on top of ``cache``, which holds everything before
+    ``plan.repaired`` and is extended in place.
+    """
+    with timed(seconds, "repair"):
+        kept = repair(target, prompt, plan, cache, keep=max(keep_logits, 1))
+        kept = kept[0] if prompt.single else kept
+    return Handoff(cache, kept[..., -1, :], plan, sink_tokens, seconds, kept)
+
+
+def stopwatch() -> dict[str, float]:
+    """The steps of a hand-over, none of which has taken any time yet."""
     return dict.fromkeys(("splice", "first", "map", "repair"), 0.0)
 
 
 @contextmanager
-def _timed(seconds: dict[str, float], step: str) -> Iterator[None]:
+def timed(seconds: dict[str, float], step: str) -> Iterator[None]:
+    """Adds the wall time of the block to ``step``."""
     began = time.perf_counter()
     yield
     seconds[step] += time.perf_counter() - began

@@ -5,12 +5,11 @@ only the repair.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
 from trtllm_kvmap.decode.admission import check_request
-from trtllm_kvmap.decode.bridge import Handoff, KvBridge
+from trtllm_kvmap.decode.bridge import Handoff, KvBridge, complete, stopwatch, timed
 from trtllm_kvmap.decode.first import add_first
 from trtllm_kvmap.decode.prefix import common_prefix
 from trtllm_kvmap.decode.prompt import Prompt
@@ -94,16 +93,22 @@ class Mirror:
             del self._token_ids[max(entries - self.kept, 0) :]
 
     def hand_over(
-        self, source_cache: HfCache, token_ids: Sequence[int], plan: HandoffPlan
+        self,
+        source_cache: HfCache,
+        token_ids: Sequence[int],
+        plan: HandoffPlan,
+        *,
+        keep_logits: int = 1,
     ) -> Handoff:
         """The switch: maps what is not ready and repairs. The mirror may go on afterwards.
 
         Raises InputError, beside what KvBridge.hand_over raises, for a plan that splices or
         computes other first tokens than the mirror has.
         """
+        bridge = self.bridge
         if not plan.mapped:
             held = self._held if plan.spliced else None
-            return self.bridge.hand_over(source_cache, token_ids, plan, held)
+            return bridge.hand_over(source_cache, token_ids, plan, held, keep_logits=keep_logits)
         first = range(self.kept, max(self.kept, self.first_tokens))
         if (plan.spliced, plan.first) != (range(self.kept), first):
             raise InputError(
@@ -111,12 +116,15 @@ class Mirror:
                 f"mirror holds {self.kept} and maps from {first.stop}. Plan with "
                 f"spliced={self.kept} and first_tokens={self.first_tokens}."
             )
-        start = plan.repaired.start
-        self._map_to(source_cache, token_ids, start)
-        nothing = range(start, start)
-        ready = replace(plan, spliced=range(start), first=nothing, mapped=nothing)
-        handoff = self.bridge.hand_over(source_cache, token_ids, ready, fork(self._room, start))
-        return replace(handoff, plan=plan, sink_tokens=self._sink_tokens)
+        prompt = Prompt.of(token_ids, device=bridge.target.device)
+        check_request(
+            bridge.kvmap, bridge.source, bridge.target, prompt, plan, source_cache, self._held
+        )
+        seconds = stopwatch()
+        with timed(seconds, "map"):
+            self._map_to(source_cache, token_ids, plan.mapped.stop)
+            ready = fork(self._room, plan.mapped.stop)
+        return complete(bridge.target, prompt, plan, ready, self._sink_tokens, seconds, keep_logits)
 
     def _map_to(self, source_cache: HfCache, token_ids: Sequence[int], stop: int) -> None:
         """Entries up to ``stop``, where they are not there yet."""

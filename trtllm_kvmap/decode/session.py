@@ -14,6 +14,7 @@ from trtllm_kvmap.decode.hop import Hop, HopGuard, Verdict
 from trtllm_kvmap.decode.mirror import Mirror
 from trtllm_kvmap.decode.prefill import prefill
 from trtllm_kvmap.decode.prompt import require_room
+from trtllm_kvmap.decode.signals import WINDOW
 from trtllm_kvmap.decode.upgrade import first_disagreement, upgrade_chunk
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.inject.hf_cache import HfCache, empty_cache, fork
@@ -135,12 +136,15 @@ class Session:
         )
         verdict, reason = None, self._over_budget(plan)
         if not reason:
+            keep = WINDOW if self.guard else 1
             mirror = self._mirrors.get(to)
             if mirror is not None:
-                handoff = mirror.hand_over(source.cache, self.token_ids, plan)
+                handoff = mirror.hand_over(source.cache, self.token_ids, plan, keep_logits=keep)
             else:
                 given = before.cache if before else None
-                handoff = bridge.hand_over(source.cache, self.token_ids, plan, given)
+                handoff = bridge.hand_over(
+                    source.cache, self.token_ids, plan, given, keep_logits=keep
+                )
             verdict, reason = self._judge(bridge, source, handoff)
         if reason:
             before = before.cut(before.exact) if before else None
