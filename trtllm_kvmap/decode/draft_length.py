@@ -21,14 +21,16 @@ class DraftLength:
     leaves it. A block that was cut short (by the confidence stop, or the end of the answer) never
     lengthens the next.
 
-    ``confidence``: a greedy draft stops before a token it gives less probability than this (0:
-    never). A draft that samples does not stop: acceptance then is the overlap of two distributions,
-    and flat ones overlap as well as peaked ones.
+    ``confidence``: a greedy draft stops before a token when the chance that the verifier gets that
+    far, which is the product of the draft's own probabilities in the block, is smaller (0: never).
+    One more proposal pays when that chance exceeds the time of a draft step over that of a verifier
+    step, so that ratio is the best value. A draft that samples does not stop: acceptance then is
+    the overlap of two distributions, and flat ones overlap as well as peaked ones.
     """
 
     shortest: int = 4
     longest: int = 24
-    confidence: float = 0.4
+    confidence: float = 0.1
 
     def __post_init__(self) -> None:
         if not 1 <= self.shortest <= self.longest:

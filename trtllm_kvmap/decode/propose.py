@@ -34,26 +34,27 @@ def propose(
     """At most ``limits`` tokens for each row, after ``unread``, which the draft reads first.
 
     Only ids below ``vocab_size``, the verifier's, are proposed. The last proposal of a row is not
-    read. A row of limit 0 reads nothing.
+    read. A row of limit 0 reads nothing. See DraftLength for ``confidence``.
     """
     blocks = [Block() for _ in limits]
+    chances = [1.0] * len(blocks)
     feed = [list(row) if limit else [] for row, limit in zip(unread, limits, strict=True)]
     while any(feed):
         last = torch.tensor([max(len(row) - 1, 0) for row in feed])
         logits = draft.read(feed)[torch.arange(len(feed)), last, :vocab_size]
-        # Greedy drafts are as sure as their own distribution says, at temperature 1.
+        # A greedy draft is as sure as its own distribution says, at temperature 1.
         probabilities = distribution(logits, temperature or 1.0)
-        sure = [1.0] * len(feed)
         if temperature:
             tokens = draw(probabilities, generator).tolist()
         else:
             best = probabilities.max(-1)
-            sure, tokens = best.values.tolist(), best.indices.tolist()
+            tokens = best.indices.tolist()
+            chances = [c * p for c, p in zip(chances, best.values.tolist(), strict=True)]
         for row, block in enumerate(blocks):
             if not feed[row]:
                 continue
             feed[row] = []
-            if sure[row] >= confidence:
+            if chances[row] >= confidence:
                 block.tokens.append(tokens[row])
                 if temperature:
                     block.drawn_from.append(probabilities[row])
