@@ -12,7 +12,9 @@ import pytest
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
-INSTALLED = importlib.util.find_spec("vllm") is not None
+SPEC = importlib.util.find_spec("vllm")
+# A package that is a file: this folder, too, can be imported by that name.
+INSTALLED = SPEC is not None and SPEC.origin is not None
 if INSTALLED:  # read when it is imported: the engine in this process, and no word to anybody
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
