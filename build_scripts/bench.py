@@ -5,6 +5,7 @@
     python build_scripts/bench.py fit --json F        seconds per scope once moments exist
     python build_scripts/bench.py triton --json F     through Triton against in process; the pipeline
                                                       against the target alone
+    python build_scripts/bench.py speculate --json F  drafts after a hand-over, against none
 
 Sets up an environment of its own, because what we compare ourselves with is installed there too.
 """
@@ -26,6 +27,7 @@ BENCHES = {
     "exchange": "bench_exchange",
     "fit": "bench_fit",
     "handoff": "bench_handoff",
+    "speculate": "bench_speculate",
     "triton": "bench_triton",
 }
 BESIDE = ("aither-kvcache==2.4.1", "nixl-cu13==1.5.1", "xxhash==4.1.0")

@@ -21,9 +21,11 @@ if TYPE_CHECKING:
     from trtllm_kvmap.calibrate.config import CalibrationConfig as CalibrationConfig
     from trtllm_kvmap.decode.bridge import Handoff as Handoff
     from trtllm_kvmap.decode.bridge import KvBridge as KvBridge
+    from trtllm_kvmap.decode.draft_length import DraftLength as DraftLength
     from trtllm_kvmap.decode.generate import generate as generate
     from trtllm_kvmap.decode.prefill import prefill as prefill
     from trtllm_kvmap.decode.session import Session as Session
+    from trtllm_kvmap.decode.speculate import speculate as speculate
     from trtllm_kvmap.errors import KvMapError as KvMapError
     from trtllm_kvmap.fit.config import FitConfig as FitConfig
     from trtllm_kvmap.mapper.backends import make_mapper as make_mapper
@@ -40,6 +42,7 @@ __version__ = "0.1.0"
 # Where each public name lives. Names that are also folders (fit, evaluate) stay in them.
 _HOMES = {
     "CalibrationConfig": "calibrate.config",
+    "DraftLength": "decode.draft_length",
     "FitConfig": "fit.config",
     "Handoff": "decode.bridge",
     "HandoffPlan": "spec.plan",
@@ -57,6 +60,7 @@ _HOMES = {
     "map_kv": "mapper.backends",
     "plan_handoff": "spec.plan",
     "prefill": "decode.prefill",
+    "speculate": "decode.speculate",
 }
 __all__ = sorted(_HOMES)
 
