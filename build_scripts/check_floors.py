@@ -31,6 +31,7 @@ FLOORS = {
     "inject": 5,
     "decode": 6,
     "evaluate": 7,
+    "refine": 7,
     "doctor": 8,
     "demo": 8,
     "engine": 8,

@@ -9,6 +9,7 @@ from trtllm_kvmap.cli import (
     generate,
     guard,
     inspect,
+    refine,
     report,
     triton,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "guard",
     "inspect",
     "main",
+    "refine",
     "report",
     "triton",
 ]

@@ -1,0 +1,53 @@
+"""`trtllm-kvmap refine`"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trtllm_kvmap.artifact.kvmap import KvMap
+from trtllm_kvmap.artifact.whole import require_writable
+from trtllm_kvmap.calibrate.text import read_documents
+from trtllm_kvmap.cli.app import SourceOption, TargetOption, console, progress, verb
+from trtllm_kvmap.cli.flags import config_flags
+from trtllm_kvmap.models import load_model
+from trtllm_kvmap.refine.config import RefineConfig
+from trtllm_kvmap.refine.run import refine as run_refine
+
+
+@verb
+@config_flags(config=RefineConfig)
+def refine(
+    kvmap: Annotated[Path, typer.Argument(help="a .kvmap.safetensors file")],
+    source: SourceOption,
+    target: TargetOption,
+    text: Annotated[Path, typer.Option(help="plain text, JSONL, or a folder of such files")],
+    out: Annotated[Path, typer.Option(help="the .kvmap.safetensors file to write")],
+    config: RefineConfig,
+    max_tokens: Annotated[int, typer.Option(help="longer documents are read in windows")] = 512,
+) -> None:
+    """Train second terms beside a map's matrices: a residual on the target's KL, or an MLP."""
+    require_writable(out)
+    loaded = load_model(source), load_model(target)
+    fitted = KvMap.load(kvmap, allow_unproven=True)
+    documents = read_documents(
+        text, loaded[1], min_tokens=config.skip_first + 2, max_tokens=max_tokens
+    )
+    with progress() as bar:
+        task = bar.add_task("refine", total=config.steps)
+        refined = run_refine(
+            fitted,
+            *loaded,
+            documents,
+            config,
+            on_step=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    refined.save(out)
+    console.print(
+        f"Wrote {out}: {config.term} of {config.width} channels, scale "
+        f"{refined.fitted['refined']['scale']}, {refined.num_parameters:,} parameters. It carries "
+        f"no evidence yet: run evaluate --attach.",
+        highlight=False,
+    )
