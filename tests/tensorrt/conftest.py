@@ -39,7 +39,8 @@ def libraries(lean_runtime: Path) -> Libraries:
     command += ["--architectures", "80-real"]
     result = subprocess.run(command, check=False, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
-    torch.ops.load_library(str(OUTPUT / "libtrtllm_kvmap_torch.so"))
+    if not hasattr(torch.ops.trtllm_kvmap, "map_kv"):  # torch takes one library of them
+        torch.ops.load_library(str(OUTPUT / "libtrtllm_kvmap_torch.so"))
     plugin = OUTPUT / "libtrtllm_kvmap_plugin.so"
     return Libraries(
         OUTPUT / "libtrtllm_kvmap_harness.so",
