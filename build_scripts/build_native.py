@@ -68,6 +68,8 @@ def build_wheel(
     command += ["--wheel-dir", str(options.wheel), "--config-settings", "wheel.cmake=true"]
     for name, value in definitions.items():
         command += ["--config-settings", f"cmake.define.{name}={value}"]
+    if options.offline:  # then scikit-build-core must be installed beside that pip
+        command.append("--no-build-isolation")
     environment = {**environment, "CMAKE_BUILD_PARALLEL_LEVEL": str(options.jobs)}
     if subprocess.run([*command, str(ROOT)], check=False, env=environment).returncode:
         print(f"The wheel could not be built; the command was: {' '.join(command)}")
