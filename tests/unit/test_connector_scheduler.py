@@ -191,6 +191,21 @@ def test_failed_and_declined_loads_leave_the_target_its_own(kvmap: KvMap) -> Non
     assert scheduler.finished("declined", PROMPT) is None
 
 
+def test_what_was_not_offered_cannot_be_declined(kvmap: KvMap) -> None:
+    offers = Offers()
+    scheduler = make(kvmap, offers)
+    salt = offered(offers, PROMPT)
+    assert running(scheduler, "first", salt)
+    scheduler.finished("first", PROMPT)
+    for name, own in (("continues", salt), ("unsupported", None)):
+        scheduler.match(RequestView(name, PROMPT, own, handoff=salt), 28)
+        before = scheduler.status(name)
+        scheduler.declined(name, "the engine reads no cache")
+        scheduler.failed(FailedLoad(name, (), "gone") if own is None else FailedLoad("x", (), ""))
+        assert scheduler.status(name) == before
+        assert before.state == ("applied" if own else "unsupported")
+
+
 def running(scheduler: HandoffScheduler, name: str, salt: str, computed: int = 0) -> list:
     """A request that has begun; returns its orders."""
     scheduler.match(RequestView(name, PROMPT, salt, handoff=salt), computed)

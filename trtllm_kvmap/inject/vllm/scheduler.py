@@ -75,8 +75,10 @@ class VllmScheduler:
     def allocated(self, request: Any, block_ids: list[int], num_matched: int) -> None:
         """``block_ids`` are all blocks of the request so far."""
         if self._handoffs is not None:
-            if num_matched == 0 and request.skip_reading_prefix_cache:
-                reason = "vLLM reads no cache for this request (prompt_logprobs, or told so)"
+            if num_matched == 0:
+                reason = "vLLM did not take the tokens it was offered"
+                if request.skip_reading_prefix_cache:
+                    reason = "vLLM reads no cache for this request (prompt_logprobs, or told so)"
                 self._handoffs.declined(request.request_id, reason)
             self._handoffs.allocated(request.request_id, block_ids)
         name = (request.kv_transfer_params or {}).get("export")
