@@ -3,8 +3,9 @@
     python build_scripts/bench.py handoff --json F    hand-over against prefill; map against matmul
     python build_scripts/bench.py exchange --json F   blocks between two processes against memcpy
     python build_scripts/bench.py fit --json F        seconds per scope once moments exist
-    python build_scripts/bench.py triton --json F     through Triton against in process; the pipeline
-                                                      against the target alone
+    python build_scripts/bench.py fits --json F       gap recovered by every way of fitting
+    python build_scripts/bench.py triton --json F     through Triton against in process; pipeline
+                                                      against target alone
     python build_scripts/bench.py speculate --json F  drafts after a hand-over, against none
 
 Sets up an environment of its own, because what we compare ourselves with is installed there too.
@@ -26,6 +27,7 @@ from environment import MAIN, Environment
 BENCHES = {
     "exchange": "bench_exchange",
     "fit": "bench_fit",
+    "fits": "bench_fits",
     "handoff": "bench_handoff",
     "speculate": "bench_speculate",
     "triton": "bench_triton",

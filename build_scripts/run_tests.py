@@ -19,6 +19,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import triton_server
 from environment import MAIN, ROOT, SUPPORTED, Environment
 
 # What TensorRT-LLM 1.2.1 pins: the oldest stack the hf lane must work on.
@@ -70,6 +71,7 @@ LANES = (
         ("tests/nixl",),
         5,
     ),
+    Lane("triton", triton_server.ENVIRONMENT, ("tests/tritonserver",), 5),
     Lane("vllm", Environment(".venv-vllm", BESIDE_VLLM, frozen=VLLM), ("tests/vllm",), 5, (3, 11)),
 )
 REAL = Lane(

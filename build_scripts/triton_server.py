@@ -25,7 +25,16 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-WHEEL = "nvidia-pytriton"
+from environment import Environment
+
+WHEEL, WHEEL_VERSION = "nvidia-pytriton", "0.7.0"
+# Without the wheel's own requirements, because nothing of its Python code runs.
+ENVIRONMENT = Environment(
+    ".venv-triton",
+    ("torch==2.13.0", "transformers==5.24.0", "numpy==1.26.4"),
+    extras="[test]",
+    data=(f"{WHEEL}=={WHEEL_VERSION}",),
+)
 START_SECONDS, STOP_SECONDS = 180.0, 60.0
 
 
@@ -69,6 +78,10 @@ class TritonServer:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.http_port}"
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def metrics(self) -> str:
         """The text of /metrics."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics") as answer:
@@ -79,17 +92,14 @@ class TritonServer:
         server's sentence when it refuses.
         """
         with self.open(body, "generate", model, parameters) as answer:
-            return json.loads(json.load(answer)["response"])
+            return _response(answer.read())
 
     def stream(self, body: Any, **parameters: str) -> Iterator[Any]:
         """The response objects of /generate_stream, as they come."""
         with self.open(body, "generate_stream", "kvmap_pipeline", parameters) as answer:
             for line in answer:
                 if line.startswith(b"data:"):
-                    event = json.loads(line.removeprefix(b"data:"))
-                    if "error" in event:
-                        raise RuntimeError(event["error"])
-                    yield json.loads(event["response"])
+                    yield _response(line.removeprefix(b"data:"))
 
     def open(
         self, body: Any, endpoint: str, model: str, parameters: dict[str, str]
@@ -110,8 +120,16 @@ class TritonServer:
         return answer
 
     def control(self, model: str, action: str) -> None:
-        """``action`` is load or unload."""
+        """``action`` is load, or unload, which is over when nothing of the model is left."""
         self.post(f"v2/repository/models/{model}/{action}", b"{}").read()
+        end = time.monotonic() + START_SECONDS
+        while action == "unload" and self.stubs()[model] and time.monotonic() < end:
+            time.sleep(0.1)
+
+    def kill_stub(self, model: str) -> None:
+        """Kill every python process of ``model``, as a crash would."""
+        for pid in self.stubs()[model]:
+            os.kill(pid, signal.SIGKILL)
 
     def stubs(self) -> dict[str, list[int]]:
         """The process ids of each model's python processes."""
@@ -157,6 +175,14 @@ class TritonServer:
             except OSError:
                 time.sleep(0.2)
         raise RuntimeError(f"tritonserver did not get ready; its log:\n{self.log.read_text()}")
+
+
+def _response(said: bytes) -> Any:
+    """Our response object out of Triton's, which may be an error that comes with status 200."""
+    outer = json.loads(said)
+    if "error" in outer:
+        raise RuntimeError(outer["error"])
+    return json.loads(outer["response"])
 
 
 def installed() -> Path:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from trtllm_kvmap.serve.config_pbtxt import ModelConfig, TensorPort
 from trtllm_kvmap.serve.settings import Served
 
-# Requests under way at once; they wait for the source and the target most of the time.
-PIPELINE_THREADS = 8
+# Two processes, so that the source reads one prompt while the target answers another. Threads of
+# one process will not do: with eight of them asking other models, the python backend of Triton 2.51
+# aborted the server after some hundred requests.
+PIPELINES = 2
 TOKEN_IDS = TensorPort("token_ids", "TYPE_INT64", (-1,))
 # Keys then values, layers, KV heads, tokens, head_dim.
 KV_DIMS = (2, -1, -1, -1, -1)
@@ -58,9 +60,9 @@ def hf_files(served: Served) -> dict[str, str]:
             "mapper_id": served.mapper_id,
             "first_tokens": str(config.first_tokens),
             "repair_window": str(config.repair_window),
-            "threads": str(PIPELINE_THREADS),
         },
         decoupled=True,
+        instances=PIPELINES,
     )
     files = {}
     for model, role in ((source, "source"), (target, "target"), (pipeline, "pipeline")):

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
@@ -41,18 +40,11 @@ class TritonPythonModel:
         )
         self.pipeline = Pipeline(config, load_tokenizer(target), read=ask_source, answer=ask_target)
         self.counters = Counters(counter_family)
-        self.threads = ThreadPoolExecutor(int(parameter(arguments, "threads")))
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
-            self.threads.submit(self._carry_out, request)
-
-    def finalize(self) -> None:
-        self.threads.shutdown()
-
-    def _carry_out(self, request: Any) -> None:
-        if send_all(request, lambda: self._responses(request)):
-            self.counters.count_error()
+            if send_all(request, lambda request=request: self._responses(request)):  # type: ignore[misc]
+                self.counters.count_error()
 
     def _responses(self, request: Any) -> Iterator[Any]:
         parameters = json.loads(request.parameters())

@@ -1,0 +1,244 @@
+"""The pipeline in a real Triton Inference Server, over HTTP, against the same work in process."""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import CONFIG, Served
+
+from trtllm_kvmap.artifact.kvmap import KvMap
+from trtllm_kvmap.decode.bridge import KvBridge
+from trtllm_kvmap.decode.generate import generate
+from trtllm_kvmap.decode.prefill import prefill
+from trtllm_kvmap.models import load_model
+from trtllm_kvmap.spec.plan import plan_handoff
+from trtllm_kvmap.tiny import model_folder as tiny_folder
+from trtllm_kvmap.tiny.documents import make_document
+
+NEW_TOKENS = 12
+CONCURRENT = 64
+WARM_UP, FLAT = 150, 500
+# An answer held for each of FLAT requests, or one KV cache in a hundred, would be more than this.
+FLAT_BYTES = 24_000_000
+
+
+def prompt_of(seed: int, tokens: int = 120) -> str:
+    document = make_document(np.random.default_rng(seed), tokens, 8, 1)
+    return f"{document.text} {document.questions[0].stem}"
+
+
+def native(served: Served, prompt: str, count: int = NEW_TOKENS) -> str:
+    """What the target answers by itself."""
+    read = prefill(served.target, served.target.tokenise(prompt), logits_to_keep=1)
+    return words(served, generate(served.target, read.cache, read.logits[-1], count))
+
+
+def mapped(served: Served, prompt: str, count: int = NEW_TOKENS) -> str:
+    """What the target answers from the mapped cache."""
+    ids = served.target.tokenise(prompt)
+    plan = plan_handoff(
+        len(ids), first_tokens=CONFIG.first_tokens, repair_window=CONFIG.repair_window
+    )
+    bridge = KvBridge(KvMap.load(served.kvmap), source=served.source, target=served.target)
+    # As the server does, the source reads no further than it maps.
+    read = prefill(served.source, ids[: plan.mapped.stop], logits_to_keep=1)
+    ready = bridge.hand_over(read.cache, ids, plan)
+    return words(served, generate(served.target, ready.cache, ready.logits, count))
+
+
+def words(served: Served, token_ids: list[int]) -> str:
+    return served.target.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+def text_of(response: dict) -> str:
+    return response["choices"][0]["text"]
+
+
+def counters(served: Served) -> dict[str, float]:
+    """Our own counters of /metrics, by name and labels."""
+    lines = re.findall(r"^(kvmap_\S+) (\S+)$", served.server.metrics(), flags=re.M)
+    return {name: float(value) for name, value in lines}
+
+
+def test_an_answer_is_the_mapped_targets(served: Served) -> None:
+    for seed in range(4):
+        prompt = prompt_of(seed)
+        response = served.server.ask({"prompt": prompt, "max_tokens": NEW_TOKENS})
+        assert text_of(response) == mapped(served, prompt) != native(served, prompt)
+        assert (response["kv_status"], response["kv_reason"]) == ("applied", "")
+        tokens = len(prompt.split())
+        assert response["usage"] == {
+            "prompt_tokens": tokens,
+            "completion_tokens": NEW_TOKENS,
+            "total_tokens": tokens + NEW_TOKENS,
+            "mapped_tokens": tokens - CONFIG.first_tokens - CONFIG.repair_window,
+            "repaired_tokens": CONFIG.repair_window,
+        }
+
+
+def test_a_stream_says_the_same_in_pieces(served: Served) -> None:
+    prompt = prompt_of(10)
+    body = {"prompt": prompt, "max_tokens": NEW_TOKENS, "stream": True}
+    pieces = list(served.server.stream(body))
+    assert "".join(map(text_of, pieces)) == mapped(served, prompt)
+    assert len(pieces) == NEW_TOKENS + 1
+    assert {piece["kv_status"] for piece in pieces} == {"applied"}
+    assert ["usage" in piece for piece in pieces] == [False] * NEW_TOKENS + [True]
+    whole = mapped(served, prompt).split(" ")
+    cut = list(served.server.stream({**body, "stop": [f" {whole[5]} {whole[6]}"]}))
+    stop = f" {whole[5]} {whole[6]}"
+    assert "".join(map(text_of, cut)) == " ".join(whole).partition(stop)[0]
+    assert cut[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_many_requests_at_once_are_all_answered_and_none_is_mixed(served: Served) -> None:
+    prompts = [prompt_of(100 + seed, 100 + seed) for seed in range(CONCURRENT)]
+    expected = [mapped(served, prompt) for prompt in prompts]
+    assert len(set(expected)) > CONCURRENT // 2, "the answers tell the requests apart"
+
+    def ask(index: int) -> tuple[str, int, str]:
+        body = {"prompt": prompts[index], "max_tokens": NEW_TOKENS, "conversation": f"c{index}"}
+        if index % 2:
+            pieces = list(served.server.stream({**body, "stream": True}))
+            last, text = pieces[-1], "".join(map(text_of, pieces))
+        else:
+            last = served.server.ask(body)
+            text = text_of(last)
+        return text, last["usage"]["prompt_tokens"], last["kv_status"]
+
+    with ThreadPoolExecutor(CONCURRENT) as threads:
+        answers = list(threads.map(ask, range(CONCURRENT)))
+    lengths = [len(prompt.split()) for prompt in prompts]
+    wanted = [(e, n, "applied") for e, n in zip(expected, lengths, strict=True)]
+    assert answers == wanted
+
+
+def test_memory_stays_flat(served: Served) -> None:
+    """Every process of the server, over 500 requests that each belong to a new conversation."""
+
+    def ask(first: int, count: int) -> None:
+        def one(index: int) -> None:
+            conversation = f"flat-{first + index}"
+            prompt = prompt_of(index % 20, 200)
+            served.server.ask({"prompt": prompt, "max_tokens": 2, "conversation": conversation})
+
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(one, range(count)))
+
+    def resident() -> dict[str, int]:
+        pids = {**served.server.stubs(), "tritonserver": [served.server.pid]}
+        return {
+            f"{model} {pid}": int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
+            for model, found in pids.items()
+            for pid in found
+        }
+
+    ask(0, WARM_UP)
+    before = resident()
+    ask(WARM_UP, FLAT)
+    grown = {process: size - before[process] for process, size in resident().items()}
+    print(f"grown over {FLAT} requests, in kB: { {k: v // 1000 for k, v in grown.items()} }")
+    assert len(grown) == 5, "two pipelines, source, target, the server"
+    assert all(size < FLAT_BYTES for size in grown.values()), grown
+
+
+BAD = [
+    ({}, "Give the prompt once"),
+    ("no json", "not JSON"),
+    ("[1, 2]", "must be a JSON object"),
+    ({"prompt": ""}, "The prompt is empty"),
+    ({"prompt": 5}, "`prompt` must be str"),
+    ({"prompt": "<bos> not-a-word"}, "cannot write"),
+    ({"prompt": "<bos>", "top_p": 0.9}, "Unknown field 'top_p'"),
+    ({"prompt": "<bos>", "temperature": 1}, "Decoding is greedy"),
+    ({"prompt": "<bos>", "max_tokens": 10_000}, "the target allows 4096"),
+    ({"prompt": "anna " * 5_000}, "has 5000 tokens"),
+    ({"messages": [{"role": "user", "content": "hi"}]}, "no chat template"),
+]
+
+
+def test_a_bad_request_is_answered_with_a_sentence(served: Served) -> None:
+    for body, said in BAD:
+        with pytest.raises(RuntimeError, match=re.escape(said)):
+            served.server.ask(body)
+        with pytest.raises(RuntimeError, match=re.escape(said)):
+            list(served.server.stream(body))
+    for raw in (b"", b"{", b'{"request": 5}', b'{"request": ["a", "b"]}', b'{"prompt": "a"}'):
+        with pytest.raises(RuntimeError):
+            served.server.post("v2/models/kvmap_pipeline/generate", raw)
+    with pytest.raises(RuntimeError, match="generate stream"):
+        served.server.ask({"prompt": prompt_of(1), "max_tokens": 3, "stream": True})
+    assert served.server.ask({"prompt": prompt_of(1), "max_tokens": 1})["kv_status"] == "applied"
+
+
+def test_what_is_served_is_counted(served: Served) -> None:
+    before = counters(served)
+    prompt = prompt_of(20)
+    tokens = len(prompt.split())
+    ready = tokens - CONFIG.repair_window
+    responses = [served.server.ask({"prompt": prompt, "max_tokens": 3}) for _ in range(2)]
+    served.server.ask({"prompt": "<bos> after anna", "max_tokens": 3})
+    with pytest.raises(RuntimeError):
+        served.server.ask({})
+    after = counters(served)
+    changed = {name: after[name] - before.get(name, 0) for name in after}
+    layers, heads, head_dim = served.source.spec.kv_shape
+    assert changed.pop("kvmap_map_ms_total") == pytest.approx(
+        sum(response["kv_milliseconds"]["map"] for response in responses), abs=0.01
+    )
+    assert changed.pop("kvmap_repair_ms_total") > 0
+    assert {name: value for name, value in changed.items() if value} == {
+        'kvmap_requests_total{kv_status="applied"}': 2,
+        'kvmap_requests_total{kv_status="fallback_reprefill"}': 1,
+        'kvmap_fallbacks_total{reason="short_prompt"}': 1,
+        "kvmap_tokens_prompt_total": 2 * tokens + 3,
+        "kvmap_tokens_completion_total": 9,
+        "kvmap_tokens_mapped_total": 2 * (ready - CONFIG.first_tokens),
+        "kvmap_tokens_repaired_total": 2 * CONFIG.repair_window,
+        "kvmap_bytes_moved_total": 2 * 4 * 2 * layers * heads * head_dim * ready,
+        "kvmap_errors_total": 1,
+    }
+
+
+def test_a_map_that_was_not_meant_is_not_used(served: Served) -> None:
+    prompt = prompt_of(30)
+    body = {"prompt": prompt, "max_tokens": NEW_TOKENS}
+    response = served.server.ask(body, **{"x-vsr-kv-mapper-id": "m-to-s"})
+    assert (text_of(response), response["kv_status"]) == (native(served, prompt), "unsupported")
+    assert response["kv_reason"].startswith("other_mapper: the map 'm-to-s' was asked for")
+    response = served.server.ask(body, **{"x-vsr-kv-mapper-id": "s-to-m"})
+    assert (text_of(response), response["kv_status"]) == (mapped(served, prompt), "applied")
+
+
+def test_a_source_that_dies_or_leaves_or_is_another_costs_no_answer(served: Served) -> None:
+    """One life of the source after another: loading a model takes the longest here."""
+    prompt = prompt_of(40)
+    body = {"prompt": prompt, "max_tokens": NEW_TOKENS}
+    own, small, other = native(served, prompt), tiny_folder("tiny-s"), tiny_folder("tiny-x")
+
+    served.server.kill_stub("source")
+    response = served.server.ask(body)
+    assert (text_of(response), response["kv_status"]) == (own, "fallback_reprefill")
+
+    served.server.control("source", "unload")
+    response = served.server.ask(body)
+    pieces = list(served.server.stream({**body, "stream": True}))
+    assert text_of(response) == "".join(map(text_of, pieces)) == own
+    for said in (response, pieces[-1]):
+        assert said["kv_status"] == "fallback_reprefill"
+        assert said["kv_reason"].startswith("source_failed: ")
+        assert said["usage"]["mapped_tokens"] == 0
+
+    assert load_model(other).fingerprint != served.source.fingerprint
+    served.refer("source", str(small), to=str(other))
+    response = served.server.ask(body)
+    assert (text_of(response), response["kv_status"]) == (own, "unsupported")
+    assert response["kv_reason"].startswith("mismatch: The map was fitted for another source")
+
+    served.refer("source", str(other), to=str(small))
+    response = served.server.ask(body)
+    assert (text_of(response), response["kv_status"]) == (mapped(served, prompt), "applied")
