@@ -78,7 +78,7 @@ class LoadedModel:
         rotary: Any = self.model.base_model.rotary_emb
         return max(sequence_length, int(rotary.max_seq_len_cached))
 
-    @property
+    @cached_property
     def cache_argument(self) -> str:
         """What the model's forward calls its cache: past_key_values, or cache in newer
         transformers.

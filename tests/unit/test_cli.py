@@ -111,6 +111,14 @@ def test_generate_continues_and_says_what_was_mapped(work: dict[str, Any], tmp_p
     counts = {"prompt": 81, "first": 1, "mapped": 72, "repaired": 8, "sink": 1, "selected": 0}
     assert said["tokens"] == counts
     assert (said["status"], said["guard"]) == ("applied", None)
+    assert said["acceptance_rate"] is None
+    run(
+        *("generate", work["kvmap"], *pair(work), "--prompt", prompt, "--allow-unproven"),
+        *("--max-new-tokens", 4, "--repair-window", 8, "--json", out, "--speculate"),
+    )
+    drafted = json.loads(out.read_text())
+    assert drafted["token_ids"] == said["token_ids"]
+    assert 0 <= drafted["acceptance_rate"] <= 1
 
 
 @pytest.mark.parametrize(("limit", "status"), [(1e9, "applied"), (-1e9, "fallback_reprefill")])

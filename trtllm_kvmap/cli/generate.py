@@ -26,6 +26,7 @@ from trtllm_kvmap.decode.guard import Guard
 from trtllm_kvmap.decode.guarded import Guarded, hand_over_guarded
 from trtllm_kvmap.decode.prefill import prefill
 from trtllm_kvmap.decode.select_tokens import rank_by_attention
+from trtllm_kvmap.decode.speculate import speculate
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.models import load_model
 from trtllm_kvmap.spec.plan import plan_handoff
@@ -41,6 +42,9 @@ class GenerateConfig:
     selected_tokens: int = field(
         default=0,
         metadata={"help": "tokens between that it computes too: those the source looks at most"},
+    )
+    speculate: bool = field(
+        default=False, metadata={"help": "the source drafts, the target verifies: the same answer"}
     )
     backend: str = field(default="cpu", metadata={"help": "which backend runs the map"})
 
@@ -84,9 +88,17 @@ def generate(
     complaints.print(_said(made, guard), markup=False, highlight=False)
     tokenizer: Any = bridge.target.tokenizer
     stops = {tokenizer.eos_token_id} - {None}
-    tokens = continue_from(
-        bridge.target, handoff.cache, handoff.logits, config.max_new_tokens, eos_token_ids=stops
-    )
+    count, drafted = config.max_new_tokens, None
+    if config.speculate:
+        caches = read.cache, handoff.cache
+        drafted = speculate(
+            reader, bridge.target, *caches, handoff.logits, count, eos_token_ids=stops
+        )
+        tokens = drafted.rows[0]
+    else:
+        tokens = continue_from(
+            bridge.target, handoff.cache, handoff.logits, count, eos_token_ids=stops
+        )
     answer = tokenizer.decode(tokens)
     console.print(answer, markup=False, highlight=False)
     write_json(
@@ -104,6 +116,7 @@ def generate(
                 "repaired": len(plan.repaired),
                 "sink": handoff.sink_tokens,
             },
+            "acceptance_rate": None if drafted is None else drafted.acceptance_rate,
             "seconds": handoff.seconds,
         },
     )
