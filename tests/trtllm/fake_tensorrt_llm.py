@@ -199,7 +199,8 @@ def installed(modules: dict[str, ModuleType]) -> Iterator[None]:
     ours = "trtllm_kvmap.inject.trtllm"
 
     def foreign(name: str) -> bool:
-        return name == "tensorrt_llm" or name.startswith(("tensorrt_llm.", ours + "."))
+        # The package as well: its attributes are the modules that were imported before.
+        return name in ("tensorrt_llm", ours) or name.startswith(("tensorrt_llm.", ours + "."))
 
     before = {name: module for name, module in sys.modules.items() if foreign(name)}
     for name in before:

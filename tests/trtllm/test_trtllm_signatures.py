@@ -122,6 +122,18 @@ def test_a_package_that_differs_is_refused(version: str, change: str) -> None:
     assert fake.__file__ in str(refused.value)
 
 
+def test_where_a_request_has_the_hash_of_a_salt_its_function_is_needed() -> None:
+    for version in fake.VERSIONS:
+        modules = fake.make_modules(version)
+        modules["tensorrt_llm.inputs.utils"].__dict__.pop("get_cache_salt_id")
+        with fake.installed(modules):
+            if version == "1.2.1":
+                with pytest.raises(UnavailableError, match="get_cache_salt_id is missing"):
+                    import_module(SHELL)
+            else:
+                import_module(SHELL)
+
+
 @pytest.mark.parametrize(
     ("modules", "sentence"),
     [

@@ -17,6 +17,7 @@ from trtllm_kvmap.errors import UnavailableError
 from trtllm_kvmap.inject.trtllm.signatures import (
     CALLS,
     RELEASES,
+    REQUEST,
     SALT_ID,
     SCHEDULER,
     WORKER,
@@ -33,6 +34,8 @@ def differences(release: Release) -> Iterator[str]:
         yield from _method_difference(method)
     for attributes in release.attributes:
         yield from _attribute_difference(attributes)
+    if not _has(REQUEST, "cache_salt"):
+        yield from _method_difference(SALT_ID)
     for owner in (SCHEDULER, WORKER):
         ours = {m.name for m in release.methods if m.owner == owner}
         cls = getattr(_module(release.connector.module), owner, None)
@@ -71,13 +74,18 @@ def _attribute_difference(attributes: Attributes) -> Iterator[str]:
     if cls is None:
         yield f"{attributes.owner} is missing from {attributes.read.module}"
         return
-    # Fields of dataclasses and of pydantic models are no class attributes.
-    fields = {*getattr(cls, "__dataclass_fields__", ()), *getattr(cls, "model_fields", ())}
-    missing = [name for name in attributes.names if name not in fields and not hasattr(cls, name)]
+    missing = [name for name in attributes.names if not _has(attributes, name)]
     if attributes.one_of and len(missing) < len(attributes.names):
         return
     if missing:
         yield f"{attributes.owner} has no {_listed(missing)}"
+
+
+def _has(attributes: Attributes, name: str) -> bool:
+    cls = getattr(_module(attributes.read.module), attributes.owner, None)
+    # Fields of dataclasses and of pydantic models are no class attributes.
+    fields = {*getattr(cls, "__dataclass_fields__", ()), *getattr(cls, "model_fields", ())}
+    return name in fields or hasattr(cls, name)
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -141,10 +149,4 @@ def salt_of(request: Any, known: Iterable[str]) -> str | None:
 
 @lru_cache(maxsize=8192)
 def _salt_id(salt: str) -> int:
-    complaint = next(_method_difference(SALT_ID), None)
-    if complaint:
-        raise UnavailableError(
-            f"tensorrt_llm {VERSION} tells a connector only the hash of a request's salt, and "
-            f"{complaint}; use a version of docs/lanes.md."
-        )
     return int(getattr(import_module(SALT_ID.read.module), SALT_ID.name)(salt))

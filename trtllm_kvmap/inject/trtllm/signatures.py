@@ -80,7 +80,6 @@ _REQUEST_DATA = (
     "computed_position",
     "num_scheduled_tokens",
 )
-_REQUEST = ("request_id", "get_tokens", "context_remaining_length", "lora_task_id")
 _ARGS = (
     "model",
     "tensor_parallel_size",
@@ -115,6 +114,13 @@ _SALT_ID = Read(
 )
 
 
+REQUEST = Attributes(
+    _REQUEST_BINDINGS,
+    "LlmRequest",
+    ("request_id", "get_tokens", "context_remaining_length", "lora_task_id"),
+)
+
+
 def _release(first: tuple[int, int], connector: Read) -> Release:
     methods = [
         Method(connector, owner, name, parameters)
@@ -128,7 +134,7 @@ def _release(first: tuple[int, int], connector: Read) -> Release:
         (
             Attributes(connector, "RequestData", _REQUEST_DATA),
             Attributes(connector, "SchedulerOutput", ("new_requests", "cached_requests")),
-            Attributes(_REQUEST_BINDINGS, "LlmRequest", _REQUEST),
+            REQUEST,
             # Which salt a request carries: the string in the newest sources, before that a hash.
             Attributes(_REQUEST_BINDINGS, "LlmRequest", ("cache_salt", "cache_salt_id"), True),
             Attributes(_LLM_ARGS, ARGS, _ARGS),
