@@ -23,7 +23,15 @@ from trtllm_kvmap.fit import FitConfig, fit
 from trtllm_kvmap.models import LoadedModel
 from trtllm_kvmap.spec.plan import plan_handoff
 
-FIGURES = ("parameters", "r2_key", "r2_value", "nll", "accuracy", "gap_recovered")
+FIGURES = (
+    "parameters",
+    "r2_key",
+    "r2_value",
+    "attention_cosine",
+    "nll",
+    "accuracy",
+    "gap_recovered",
+)
 
 
 def select(
@@ -68,7 +76,7 @@ def select(
             row["refused"] = str(error)
         else:
             outcomes = _judge(_arm(kvmap, source, target, config), readings, config)
-            row |= _figures(kvmap, _sums(outcomes), alone, config.metric)
+            row |= _figures(kvmap, outcomes, alone, config.metric)
             loss = -row["accuracy"] if row["nll"] is None else row["nll"]
             if loss < least:
                 least, best, best_row, best_outcomes = loss, kvmap, row, outcomes
@@ -119,13 +127,16 @@ def _sums(outcomes: Sequence[Outcome]) -> Draws:
     return Draws([outcome.score for outcome in outcomes], once)
 
 
-def _figures(kvmap: KvMap, sums: Draws, alone: dict[str, Draws], metric: str) -> dict[str, Any]:
-    r2 = kvmap.fitted["r2"]
+def _figures(
+    kvmap: KvMap, outcomes: Sequence[Outcome], alone: dict[str, Draws], metric: str
+) -> dict[str, Any]:
+    r2, sums = kvmap.fitted["r2"], _sums(outcomes)
     recovered = gap(sums, alone["source"], alone["target"], metric)
     values = (
         kvmap.num_parameters,
         r2["key"]["mean"],
         r2["value"]["mean"],
+        mean_cosines([outcome.cosines for outcome in outcomes])["mean"],
         *map(_value, (sums.nll, sums.accuracy, recovered)),
     )
     return dict(zip(FIGURES, values, strict=True))
