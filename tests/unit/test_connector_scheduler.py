@@ -191,7 +191,7 @@ def test_failed_and_declined_loads_leave_the_target_its_own(kvmap: KvMap) -> Non
     assert scheduler.finished("declined", PROMPT) is None
 
 
-def test_what_was_not_offered_cannot_be_declined(kvmap: KvMap) -> None:
+def test_a_request_that_was_offered_nothing_cannot_decline(kvmap: KvMap) -> None:
     offers = Offers()
     scheduler = make(kvmap, offers)
     salt = offered(offers, PROMPT)

@@ -126,12 +126,13 @@ class HandoffScheduler:
         return tuple(orders)
 
     def declined(self, request_id: str, reason: str) -> None:
-        """The engine will compute the tokens that match() named after all; nothing changes when it
-        named none.
+        """The engine will not take the tokens that match() named, or could name none, for this
+        reason. A request that goes on from its own blocks has none to decline.
         """
         tracked = self._tracked.get(request_id)
-        if tracked is not None and tracked.end > tracked.loaded:
-            self._fall_back(request_id, reason)
+        if tracked is None or (tracked.status.state == "applied" and tracked.end <= tracked.loaded):
+            return
+        self._fall_back(request_id, reason)
 
     def failed(self, load: FailedLoad) -> None:
         """The worker could not fill these blocks, and the engine will compute their tokens."""
@@ -256,7 +257,7 @@ class HandoffScheduler:
 
     def _fall_back(self, request_id: str, reason: str) -> None:
         tracked = self._tracked.get(request_id)
-        if tracked is None or tracked.status.state != "applied":
+        if tracked is None or tracked.status.state == "unsupported":
             return
         if not tracked.status.already_approximate and not self._shares(tracked):
             tracked.exact = len(tracked.token_ids)

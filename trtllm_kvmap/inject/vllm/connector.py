@@ -37,7 +37,7 @@ class KvMapConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._scheduler.match(request, num_computed_tokens), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        self._scheduler.allocated(request, blocks.get_block_ids()[0])
 
     def build_connector_meta(self, scheduler_output: Any) -> StepOrders:
         return self._scheduler.take_orders(scheduler_output)

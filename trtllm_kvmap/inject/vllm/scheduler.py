@@ -66,20 +66,15 @@ class VllmScheduler:
             handoff=(request.kv_transfer_params or {}).get("handoff"),
         )
         matched = self._handoffs.match(view, num_computed)
-        if request.lora_request is not None:
-            reason = "it asks for a LoRA adapter, and the map was fitted for the model without one"
+        reason = _refusal(request)
+        if reason:
             self._handoffs.declined(request.request_id, reason)
             return 0
         return matched
 
-    def allocated(self, request: Any, block_ids: list[int], num_matched: int) -> None:
+    def allocated(self, request: Any, block_ids: list[int]) -> None:
         """``block_ids`` are all blocks of the request so far."""
         if self._handoffs is not None:
-            if num_matched == 0:
-                reason = "vLLM did not take the tokens it was offered"
-                if request.skip_reading_prefix_cache:
-                    reason = "vLLM reads no cache for this request (prompt_logprobs, or told so)"
-                self._handoffs.declined(request.request_id, reason)
             self._handoffs.allocated(request.request_id, block_ids)
         name = (request.kv_transfer_params or {}).get("export")
         if self._exports is not None and name and request.num_output_tokens == 0:
@@ -119,3 +114,12 @@ class VllmScheduler:
             exports.allocated(request_id, blocks[0] if blocks else ())
             scheduled = step.num_scheduled_tokens[request_id]
             exports.computed(request_id, cached.num_computed_tokens[index] + scheduled)
+
+
+def _refusal(request: Any) -> str | None:
+    """Why vLLM would not use what this request is offered, or must not."""
+    if request.skip_reading_prefix_cache:
+        return "vLLM reads no cache for this request (prompt_logprobs, or told so)"
+    if request.lora_request is not None:
+        return "it asks for a LoRA adapter, and the map was fitted for the model without one"
+    return None

@@ -39,8 +39,8 @@ class VllmWorker:
         """Take vLLM's pool. Raises MismatchError when mapped KV cannot go into it."""
         if self._pool is not None:
             raise MismatchError(
-                "vLLM keeps one connector for all engines of a process, and this one serves another "
-                "engine already; shut that engine down first, or run each in its own process."
+                "vLLM keeps one connector for all engines of a process, and this one serves "
+                "another engine already; shut that one down first, or run each in its own process."
             )
         pool = view_pool(kv_caches)
         layers = self._vllm_config.compilation_config.static_forward_context
