@@ -23,8 +23,14 @@ if TYPE_CHECKING:
     from trtllm_kvmap.decode.bridge import KvBridge as KvBridge
     from trtllm_kvmap.decode.draft_length import DraftLength as DraftLength
     from trtllm_kvmap.decode.generate import generate as generate
+    from trtllm_kvmap.decode.mirror import Mirror as Mirror
+    from trtllm_kvmap.decode.guard import Guard as Guard
+    from trtllm_kvmap.decode.guarded import hand_over_guarded as hand_over_guarded
     from trtllm_kvmap.decode.prefill import prefill as prefill
+    from trtllm_kvmap.decode.select_tokens import rank_by_attention as rank_by_attention
     from trtllm_kvmap.decode.session import Session as Session
+    from trtllm_kvmap.decode.session_file import load_session as load_session
+    from trtllm_kvmap.decode.session_file import save_session as save_session
     from trtllm_kvmap.decode.speculate import speculate as speculate
     from trtllm_kvmap.errors import KvMapError as KvMapError
     from trtllm_kvmap.fit.config import FitConfig as FitConfig
@@ -44,6 +50,7 @@ _HOMES = {
     "CalibrationConfig": "calibrate.config",
     "DraftLength": "decode.draft_length",
     "FitConfig": "fit.config",
+    "Guard": "decode.guard",
     "Handoff": "decode.bridge",
     "HandoffPlan": "spec.plan",
     "KvBridge": "decode.bridge",
@@ -51,15 +58,20 @@ _HOMES = {
     "KvMapError": "errors",
     "KvPool": "mapper.pool",
     "LoadedModel": "models",
+    "Mirror": "decode.mirror",
     "MomentSet": "artifact.moments",
     "Session": "decode.session",
     "Span": "mapper.contract",
     "generate": "decode.generate",
+    "hand_over_guarded": "decode.guarded",
     "load_model": "models",
+    "load_session": "decode.session_file",
     "make_mapper": "mapper.backends",
     "map_kv": "mapper.backends",
     "plan_handoff": "spec.plan",
     "prefill": "decode.prefill",
+    "save_session": "decode.session_file",
+    "rank_by_attention": "decode.select_tokens",
     "speculate": "decode.speculate",
 }
 __all__ = sorted(_HOMES)

@@ -24,7 +24,16 @@ from trtllm_kvmap.decode.session import Session
 from trtllm_kvmap.decode.signals import WINDOW, Signals, measure_signals
 from trtllm_kvmap.errors import FormatError, InputError, MismatchError, UnavailableError
 from trtllm_kvmap.evaluate.damage import damaged_maps, with_neighbour, with_noise, with_order
-from trtllm_kvmap.evaluate.guard import Case, GuardConfig, fit_guard, rates, run_case, set_guard
+from trtllm_kvmap.evaluate.guard import (
+    Case,
+    GuardConfig,
+    fit_guard,
+    quality,
+    rates,
+    run_case,
+    set_guard,
+)
+from trtllm_kvmap.evaluate.items import Item
 from trtllm_kvmap.evaluate.reading import read_item
 from trtllm_kvmap.inject.hf_cache import HfCache, num_entries, view_pool
 from trtllm_kvmap.models import LoadedModel
@@ -247,7 +256,7 @@ def cases_of(bad: list[float], good: list[float]) -> list[Case]:
 def test_a_guard_learns_which_signal_tells() -> None:
     rng = np.random.default_rng(1)
     bad, good = (rng.normal(mean, 0.3, 400).tolist() for mean in (2.0, 0.0))
-    guard = fit_guard(cases_of(bad, good), GuardConfig(), [])
+    guard = fit_guard(cases_of([], good), cases_of(bad, []), GuardConfig(), [])
     assert guard.weights[0] > 5 * abs(guard.weights[1])
     assert guard.measured["false_fallback_rate"] <= 0.05
     assert guard.measured["missed_bad_rate"] <= 0.01
@@ -264,14 +273,14 @@ def test_the_limit_lets_through_no_more_than_allowed() -> None:
     rng = np.random.default_rng(1)
     bad, good = (rng.normal(mean, 1.0, 500).tolist() for mean in (1.0, 0.0))
     for missed in (0.0, 0.01, 0.2):
-        guard = fit_guard(cases_of(bad, good), GuardConfig(missed=missed), [])
+        guard = fit_guard(cases_of([], good), cases_of(bad, []), GuardConfig(missed=missed), [])
         assert guard.measured["missed_bad_rate"] <= missed
         assert guard.measured["false_fallback_rate"] > 0.1
 
 
 def test_one_kind_of_case_sets_no_guard() -> None:
     with pytest.raises(InputError, match="0 of 2 hand-overs were worse"):
-        fit_guard(cases_of([], [0.0, 1.0]), GuardConfig(), [])
+        fit_guard(cases_of([], [0.0, 1.0]), [], GuardConfig(), [])
 
 
 def test_rates_are_of_their_own_kind() -> None:
@@ -289,10 +298,18 @@ def test_rates_are_of_their_own_kind() -> None:
 def test_a_case_is_bad_when_the_source_alone_does_better(bridge: KvBridge) -> None:
     reading = read_item(bridge.source, bridge.target, ITEMS[0], (), rollout_steps=1)
     for metric in ("accuracy", "nll"):
-        case = run_case(bridge, reading, GuardConfig(metric=metric, repair_window=8))
-        assert case.bad == (case.mapped < case.source)
-        assert (case.mapped <= 0) == (metric == "nll") or case.mapped == 0
-        assert replace(case, mapped=case.source).bad is False
+        alone = quality(reading.source, reading, metric)
+        case = run_case(bridge, reading, alone, GuardConfig(metric=metric, repair_window=8))
+        assert case.source == alone
+        assert [replace(case, mapped=alone + d).bad for d in (-0.01, 0.0, 0.01)] == [1, 0, 0]
+    log_probs = torch.log_softmax(prefill(bridge.source, _whole(ITEMS[0])).logits.double(), -1)
+    told, start = ITEMS[0].continuation, len(ITEMS[0].context) - 1
+    nats = [float(log_probs[start + n, token]) for n, token in enumerate(told)]
+    assert quality(reading.source, reading, "nll") == pytest.approx(sum(nats) / 7, abs=1e-5)
+
+
+def _whole(item: Item) -> list[int]:
+    return [*item.context, *item.continuation]
 
 
 def test_a_guard_is_set_on_damaged_copies(random_model: Callable) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.decode.guard import Guard
+from trtllm_kvmap.decode.select_tokens import rank_by_attention
 from trtllm_kvmap.decode.signals import WINDOW, Signals, measure_signals
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.evaluate.damage import damaged_maps
@@ -40,6 +41,9 @@ class GuardConfig:
     repair_window: int = field(
         default=32, metadata={"help": "N: last tokens that the target computes itself"}
     )
+    selected_tokens: int = field(
+        default=0, metadata={"help": "tokens between that it computes too, as generate has it"}
+    )
     missed: float = field(
         default=0.01, metadata={"help": "the share of bad hand-overs that may be let through"}
     )
@@ -48,10 +52,11 @@ class GuardConfig:
     def __post_init__(self) -> None:
         if self.metric not in ("accuracy", "nll"):
             raise InputError(f"metric must be accuracy or nll, got {self.metric!r}.")
-        if self.repair_window < 2 or self.first_tokens < 0:
+        if self.repair_window < 2 or min(self.first_tokens, self.selected_tokens) < 0:
             raise InputError(
-                f"A guard needs a repair_window of at least 2 and first_tokens of at least 0, got "
-                f"{self.repair_window} and {self.first_tokens}."
+                f"A guard needs a repair_window of at least 2, and first_tokens and "
+                f"selected_tokens of at least 0; got {self.repair_window}, {self.first_tokens} and "
+                f"{self.selected_tokens}."
             )
         if not 0 <= self.missed < 1:
             raise InputError(f"missed must be a share from 0 to below 1, got {self.missed}.")
@@ -91,27 +96,35 @@ def set_guard(
     require_scorable(items, config.metric)
     require_unseen(items, kvmap.fitted.get("selected_on", []))
     readings = [read_item(source, target, item, (), rollout_steps=1) for item in items]
-    cases = []
+    alone = [quality(reading.source, reading, config.metric) for reading in readings]
+    cases: list[list[Case]] = []
     for done, each in enumerate(chain([kvmap], damaged_maps(kvmap, config.damage_seed)), start=1):
         bridge = KvBridge(each, source=source, target=target)
-        cases += [run_case(bridge, reading, config) for reading in readings]
+        each_case = (run_case(bridge, *one, config) for one in zip(readings, alone, strict=True))
+        cases.append(list(each_case))
         if on_map is not None:
             on_map(done)
-    return fit_guard(cases, config, [item.digest for item in items])
+    digests = [item.digest for item in items]
+    return fit_guard(cases[0], list(chain.from_iterable(cases[1:])), config, digests)
 
 
-def run_case(bridge: KvBridge, reading: Reading, config: GuardConfig) -> Case:
-    """Hand ``reading`` over, look at the signals, then at what came of it."""
+def run_case(bridge: KvBridge, reading: Reading, alone: float, config: GuardConfig) -> Case:
+    """Hand ``reading`` over, look at the signals, then at what came of it; ``alone`` is the quality
+    of the source by itself.
+    """
     ids, cache = list(reading.item.context), reading.source.cache
     plan = plan_handoff(
         len(ids), first_tokens=config.first_tokens, repair_window=config.repair_window
     )
+    if config.selected_tokens:
+        ranked = rank_by_attention(reading.source.model, cache, ids, plan)
+        plan = plan.with_selected(ranked, plan.num_computed + config.selected_tokens)
     handed = bridge.hand_over(cache, ids, plan, keep_logits=WINDOW)
     ready = Ready(bridge.target, handed.cache, handed.logits, len(ids), plan.mapped)
     return Case(
         signals=measure_signals(bridge, cache, ids, handed),
         mapped=quality(ready, reading, config.metric),
-        source=quality(reading.source, reading, config.metric),
+        source=alone,
     )
 
 
@@ -121,11 +134,14 @@ def quality(ready: Ready, reading: Reading, metric: str) -> float:
     return score.correct / score.questions if metric == "accuracy" else -score.nll / score.tokens
 
 
-def fit_guard(cases: Sequence[Case], config: GuardConfig, digests: Sequence[str]) -> Guard:
-    """Weights by logistic regression, both classes weighing the same; the limit lets
-    ``config.missed`` of the bad cases through, and moves halfway towards the good ones when 95 % of
-    these lie below it.
+def fit_guard(
+    intact: Sequence[Case], damaged: Sequence[Case], config: GuardConfig, digests: Sequence[str]
+) -> Guard:
+    """Weights by logistic regression, both classes weighing the same. At most ``config.missed`` of
+    the bad cases lie below the limit. It stands halfway between these and 95 % of what the intact
+    map did well, where there is room: traffic that is unlike all of this is then taken back sooner.
     """
+    cases = [*intact, *damaged]
     signals = np.array([case.signals.to_features() for case in cases])
     bad = np.array([case.bad for case in cases])
     if not bad.any() or bad.all():
@@ -136,8 +152,8 @@ def fit_guard(cases: Sequence[Case], config: GuardConfig, digests: Sequence[str]
     weights, bias = _logistic(signals, bad)
     scores = signals @ weights + bias
     limit = float(np.quantile(scores[bad], config.missed, method="lower"))
-    most = float(np.quantile(scores[~bad], 0.95))
-    limit = (limit + most) / 2 if most < limit else limit
+    fine = scores[: len(intact)][~bad[: len(intact)]]
+    limit = min(limit, (limit + float(np.quantile(fine, 0.95))) / 2) if len(fine) else limit
     return Guard(
         weights=tuple(weights.tolist()),
         bias=bias,
@@ -146,6 +162,7 @@ def fit_guard(cases: Sequence[Case], config: GuardConfig, digests: Sequence[str]
             "metric": config.metric,
             "S": config.first_tokens,
             "N": config.repair_window,
+            "selected_tokens": config.selected_tokens,
             "set_on": list(digests),
             **rates(scores >= limit, bad),
         },
