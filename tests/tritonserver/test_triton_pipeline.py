@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from trtllm_kvmap.spec.plan import plan_handoff
 from trtllm_kvmap.tiny import model_folder as tiny_folder
 from trtllm_kvmap.tiny.documents import make_document
 
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "04_triton_client.py"
 NEW_TOKENS = 12
 CONCURRENT = 64
 WARM_UP, FLAT = 150, 500
@@ -202,6 +205,14 @@ def test_what_is_served_is_counted(served: Served) -> None:
         "kvmap_bytes_moved_total": 2 * 4 * 2 * layers * heads * head_dim * ready,
         "kvmap_errors_total": 1,
     }
+
+
+def test_the_example_is_answered(served: Served) -> None:
+    command = [sys.executable, str(EXAMPLE), "--validate", "--url", served.server.url]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1].startswith("OK: ")
+    assert result.stdout.splitlines()[-1].endswith("prompt tokens were mapped (applied)")
 
 
 def test_a_map_that_was_not_meant_is_not_used(served: Served) -> None:

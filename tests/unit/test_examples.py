@@ -18,6 +18,8 @@ def test_example(example: Path) -> None:
     assert len(text.splitlines()) <= 60
     if "NIXL" in text and not any(find_spec(name) for name in ("nixl_cu13", "nixl_cu12")):
         pytest.skip("NIXL is not installed here; the lane nixl runs this example")
+    if "Ask a Triton server" in text:
+        pytest.skip("no Triton server runs here; the lane triton runs this example")
     result = subprocess.run(
         [sys.executable, str(example), "--validate"], capture_output=True, text=True, check=False
     )

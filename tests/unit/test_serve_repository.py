@@ -16,6 +16,8 @@ from typer.testing import CliRunner
 
 from trtllm_kvmap.cli import app
 from trtllm_kvmap.errors import InputError, KvMapError, MismatchError, UnprovenError
+from trtllm_kvmap.inject import trtllm
+from trtllm_kvmap.inject.connector.config import ConnectorConfig
 from trtllm_kvmap.models import load_model
 from trtllm_kvmap.serve.config_pbtxt import ModelConfig, TensorPort
 from trtllm_kvmap.serve.repository import LANES, write_repository
@@ -73,6 +75,32 @@ def test_a_models_file_imports_what_exists(given: dict, tmp_path: Path) -> None:
         package, _, name = imported.module.rpartition(".")
         text = (Path(import_module(package).__file__).parent / f"{name}.py").read_text()
         assert f"class {imported.names[0].name}:" in text
+
+
+def test_the_trtllm_lane_names_classes_and_settings_that_exist(given: dict, tmp_path: Path) -> None:
+    """As text: TensorRT-LLM is not here. The connector's module is read, not imported, for that."""
+    out = tmp_path / "r"
+    config = ServeConfig(first_tokens=3, repair_window=16)
+    write_repository(out, **given, config=config, lane="trtllm")
+    assert "UNVERIFIED" in (out / "README.md").read_text().splitlines()[0]
+    settings = ConnectorConfig.of(json.loads((out / "connector.json").read_text()))
+    assert (settings.kvmap, settings.first_tokens) == (str(given["kvmap"]), 3)
+    assert settings.repair_window == 16
+    package = Path(trtllm.__file__).parent
+    for model, half in (("source", "Export"), ("target", "Map")):
+        arguments = json.loads((out / model / "1/model.yaml").read_text())
+        assert arguments["model"] == given[model]
+        connector = arguments["kv_connector_config"]
+        module = package / f"{connector['connector_module'].rpartition('.')[2]}.py"
+        exported = ast.literal_eval(module.read_text().rpartition("__all__ = ")[2])
+        for role in ("scheduler", "worker"):
+            name = connector[f"connector_{role}_class"]
+            assert name == f"Kv{half}{role.capitalize()}"
+            assert name in exported
+        assert arguments["kv_cache_config"]["enable_block_reuse"]
+        text = (out / model / "config.pbtxt").read_text()
+        assert f'name: "{model}"\n' in text
+        assert "max_batch_size" not in text, "upstream's model.py sets it"
 
 
 def test_a_config_is_escaped_as_a_text_string() -> None:

@@ -25,7 +25,8 @@ class TensorPort:
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """One model of the python backend. ``decoupled``: a request may have any number of responses.
-    ``instances`` processes run it.
+    ``instances`` processes run it. ``policies_elsewhere``: batching and decoupling are left to the
+    model's own code, as TensorRT-LLM's does.
     """
 
     name: str
@@ -34,11 +35,13 @@ class ModelConfig:
     parameters: dict[str, str] = field(default_factory=dict)
     decoupled: bool = False
     instances: int = 1
+    policies_elsewhere: bool = False
 
     def render(self) -> str:
-        lines = [f"name: {json.dumps(self.name)}", 'backend: "python"', "max_batch_size: 0"]
-        if self.decoupled:
-            lines.append("model_transaction_policy { decoupled: true }")
+        lines = [f"name: {json.dumps(self.name)}", 'backend: "python"']
+        if not self.policies_elsewhere:
+            lines.append("max_batch_size: 0")
+            lines += ["model_transaction_policy { decoupled: true }"] * self.decoupled
         for direction, ports in (("input", self.inputs), ("output", self.outputs)):
             lines += [f"{direction} [", ",\n".join(port.render() for port in ports), "]"]
         lines.append(f"instance_group [ {{ kind: KIND_CPU count: {self.instances} }} ]")

@@ -1,4 +1,4 @@
-"""Writes a Triton model repository: `source`, `target` and `kvmap_pipeline`, for one lane."""
+"""Writes a Triton model repository, for one lane."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from trtllm_kvmap.artifact.whole import require_writable
 from trtllm_kvmap.errors import InputError, MismatchError
 from trtllm_kvmap.models import describe_model
 from trtllm_kvmap.serve.lanes.hf import hf_files
+from trtllm_kvmap.serve.lanes.trtllm import trtllm_files
 from trtllm_kvmap.serve.settings import ServeConfig, Served
 
 # What each lane's repository consists of: path inside it -> text.
-LANES: dict[str, Callable[[Served], dict[str, str]]] = {"hf": hf_files}
+LANES: dict[str, Callable[[Served], dict[str, str]]] = {"hf": hf_files, "trtllm": trtllm_files}
 
 
 def write_repository(
