@@ -3,6 +3,8 @@
     python build_scripts/bench.py handoff --json F    hand-over against prefill; map against matmul
     python build_scripts/bench.py exchange --json F   blocks between two processes against memcpy
     python build_scripts/bench.py fit --json F        seconds per scope once moments exist
+    python build_scripts/bench.py repair --json F     what each choice of repair gives and costs
+    python build_scripts/bench.py guard --json F      what a guard takes back, and what it misses
     python build_scripts/bench.py fits --json F       gap recovered by every way of fitting
     python build_scripts/bench.py triton --json F     through Triton against in process; pipeline
                                                       against target alone
@@ -28,7 +30,9 @@ BENCHES = {
     "exchange": "bench_exchange",
     "fit": "bench_fit",
     "fits": "bench_fits",
+    "guard": "bench_guard",
     "handoff": "bench_handoff",
+    "repair": "bench_repair",
     "speculate": "bench_speculate",
     "triton": "bench_triton",
 }
