@@ -44,12 +44,13 @@ class Workload:
         numbers = 2 * (self.source_layers + self.target_layers) * self.heads * self.head_dim
         return BYTES * (self.parameters + tokens * numbers)
 
-    def variants(self, tokens: int, hopper: bool) -> tuple[str, ...]:
-        """The kernels to time: the kernels' own choice, and on a Hopper card the one that has to be
-        asked for (more tokens than the variant that streams weights takes).
+    def tokens_for(self, variant: str) -> tuple[int, ...]:
+        """The lengths to time a variant at: ``hopper`` multiplies, and has nothing for so few tokens
+        that weights are streamed.
         """
-        asked_for = hopper and self.parameters > 0 and tokens > 64
-        return ("auto", "hopper") if asked_for else ("auto",)
+        if variant == "hopper":
+            return tuple(t for t in self.tokens if t > 64 and self.parameters > 0)
+        return self.tokens
 
     def floor_seconds(self, tokens: int, matmul: float, copy: float) -> float:
         """No version runs faster at these rates (FLOP/s, bytes/s)."""

@@ -47,10 +47,10 @@ def test_acceptance_predicts_from_the_shapes() -> None:
 
 
 def test_acceptance_times_the_hopper_kernel_where_it_applies() -> None:
-    timed = {w.name: [w.variants(tokens, True) for tokens in w.tokens] for w in WORKLOADS}
-    assert timed["pooled-8"] == [("auto",), ("auto", "hopper"), ("auto", "hopper")]
-    assert timed["copy"] == [("auto",), ("auto",)]
-    assert {v for w in WORKLOADS for t in w.tokens for v in w.variants(t, False)} == {"auto"}
+    timed = {w.name: w.tokens_for("hopper") for w in WORKLOADS}
+    assert timed["pooled-8"] == timed["slice-12"] == (8192, 32768)
+    assert timed["copy"] == ()
+    assert all(w.tokens_for("auto") == w.tokens for w in WORKLOADS)
 
 
 def test_acceptance_times_what_it_has_validated(native_operators: Path, tmp_path: Path) -> None:
