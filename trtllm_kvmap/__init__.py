@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from trtllm_kvmap.decode.bridge import KvBridge as KvBridge
     from trtllm_kvmap.decode.draft_length import DraftLength as DraftLength
     from trtllm_kvmap.decode.generate import generate as generate
-    from trtllm_kvmap.decode.mirror import Mirror as Mirror
     from trtllm_kvmap.decode.guard import Guard as Guard
     from trtllm_kvmap.decode.guarded import hand_over_guarded as hand_over_guarded
+    from trtllm_kvmap.decode.mirror import Mirror as Mirror
     from trtllm_kvmap.decode.prefill import prefill as prefill
     from trtllm_kvmap.decode.select_tokens import rank_by_attention as rank_by_attention
     from trtllm_kvmap.decode.session import Session as Session
@@ -70,8 +70,8 @@ _HOMES = {
     "map_kv": "mapper.backends",
     "plan_handoff": "spec.plan",
     "prefill": "decode.prefill",
-    "save_session": "decode.session_file",
     "rank_by_attention": "decode.select_tokens",
+    "save_session": "decode.session_file",
     "speculate": "decode.speculate",
 }
 __all__ = sorted(_HOMES)
