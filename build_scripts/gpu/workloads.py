@@ -45,8 +45,8 @@ class Workload:
         return BYTES * (self.parameters + tokens * numbers)
 
     def tokens_for(self, variant: str) -> tuple[int, ...]:
-        """The lengths to time a variant at: ``hopper`` multiplies, and has nothing for so few tokens
-        that weights are streamed.
+        """The lengths to time a variant at: ``hopper`` multiplies, nothing for so few tokens
+        that weights are streamed instead.
         """
         if variant == "hopper":
             return tuple(t for t in self.tokens if t > 64 and self.parameters > 0)
