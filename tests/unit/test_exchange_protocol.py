@@ -211,6 +211,15 @@ def test_the_course_of_an_exchange_where_nothing_goes_wrong() -> None:
     assert source.reason is target.reason is Reason.COMPLETE
 
 
+def test_complete_before_all_blocks_were_there_is_no_completion() -> None:
+    source = SourceEnd(OFFER, answer_seconds=ANSWER_SECONDS)
+    source.start(0.0)
+    source.received(Accept("r1"), 1.0)
+    source.ready(BLOCK_IDS[:4], (7,) * 4)
+    assert source.received(End("r1", Reason.COMPLETE, ""), 2.0) == [Free()]
+    assert source.reason is Reason.MALFORMED
+
+
 def test_a_dead_target_keeps_its_blocks_until_the_lease_is_over() -> None:
     source = SourceEnd(OFFER, answer_seconds=ANSWER_SECONDS)
     source.start(0.0)

@@ -85,7 +85,9 @@ class BlockPool:
         return len(self._free)
 
     def take(self, count: int) -> tuple[int, ...]:
-        """``count`` blocks that nobody has. Raises UnavailableError when there are not so many."""
+        """``count`` blocks that nobody has, those given back last. Raises UnavailableError when
+        there are not so many.
+        """
         with self._lock:
             if count > len(self._free):
                 raise UnavailableError(
@@ -93,7 +95,8 @@ class BlockPool:
                     f"{self.layout.num_blocks} are free; wait for a hand-over to end, or make the "
                     f"pool larger."
                 )
-            taken, self._free = self._free[:count], self._free[count:]
+            kept = len(self._free) - count
+            taken, self._free = self._free[kept:], self._free[:kept]
         return tuple(taken)
 
     def give_back(self, block_ids: Sequence[int]) -> None:

@@ -1,7 +1,8 @@
 """NIXL over UCX: between processes and machines, host memory or GPU memory. Read by the target.
 
-The Python binding is ``nixl_cu13`` or ``nixl_cu12``; its progress thread serves the target's first
-read while the source's own thread is busy.
+The Python binding is ``nixl_cu13`` or ``nixl_cu12``. Whoever exposes memory gets an agent with a
+thread that answers its peers while our own is busy; whoever reads gets one without, because that
+thread and a reading one would wait for each other.
 """
 
 from __future__ import annotations
@@ -36,52 +37,71 @@ def load_api() -> Any:
 
 
 class NixlTransport:
-    """See exchange.transport. One agent, whose name nobody else has."""
+    """See exchange.transport."""
 
     def __init__(self) -> None:
-        api = load_api()
-        config = api.nixl_agent_config(enable_prog_thread=True, backends=["UCX"])
-        self._agent = api.nixl_agent(f"kvmap-{uuid.uuid4().hex}", config)
-        self._registered: dict[int, Any] = {}  # by the address of a pool
-        self._peers: dict[bytes, Any] = {}  # by their metadata
+        self._api = load_api()
+        self._exposing: _Agent | None = None
+        self._reading: _Agent | None = None
 
     def expose(self, pool: BlockPool) -> Address:
-        self._register(pool)
+        if self._exposing is None:
+            self._exposing = _Agent(self._api, answers=True)
+        self._exposing.register(pool)
         device = -1 if pool.data.device.type == "cpu" else pool.data.device.index
-        return Address("nixl", pool.data.data_ptr(), device, self._agent.get_agent_metadata())
+        token = self._exposing.agent.get_agent_metadata()
+        return Address("nixl", pool.data.data_ptr(), device, token)
 
     def open(self, offer: Offer, landing: BlockPool) -> NixlReader:
-        token = offer.address.token
+        if self._reading is None:
+            self._reading = _Agent(self._api, answers=False)
         with _as_transfer_error("the source's agent cannot be reached"):
-            self._register(landing)
-            if token not in self._peers:
-                self._peers[token] = self._agent.add_remote_agent(token)
-        return NixlReader(self._agent, self._peers[token], offer, landing, self._forget)
+            self._reading.register(landing)
+            self._reading.meet(offer.address.token)
+        return NixlReader(self._reading, offer, landing)
 
     def close(self) -> None:
-        for peer in set(self._peers.values()):
-            self._agent.remove_remote_agent(peer)
-        for registered in self._registered.values():
-            self._agent.deregister_memory(registered)
-        self._peers.clear()
-        self._registered.clear()
+        for agent in (self._reading, self._exposing):
+            if agent is not None:
+                agent.close()
+        self._reading = self._exposing = None
 
-    def _register(self, pool: BlockPool) -> None:
+
+class _Agent:
+    """A NIXL agent whose name nobody else has, the memory it knows and the peers it has met."""
+
+    def __init__(self, api: Any, *, answers: bool) -> None:
+        config = api.nixl_agent_config(enable_prog_thread=answers, backends=["UCX"])
+        self.agent = api.nixl_agent(f"kvmap-{uuid.uuid4().hex}", config)
+        self.peers: dict[bytes, Any] = {}  # by their metadata
+        self._registered: dict[int, Any] = {}  # by the address of a pool
+
+    def register(self, pool: BlockPool) -> None:
         where = pool.data.data_ptr()
         if where not in self._registered:
-            self._registered[where] = self._agent.register_memory(pool.data)
+            self._registered[where] = self.agent.register_memory(pool.data)
 
-    def _forget(self, token: bytes) -> None:
+    def meet(self, token: bytes) -> None:
+        if token not in self.peers:
+            self.peers[token] = self.agent.add_remote_agent(token)
+
+    def forget(self, token: bytes) -> None:
         """After a failure: the next offer is introduced anew."""
-        self._agent.remove_remote_agent(self._peers.pop(token))
+        self.agent.remove_remote_agent(self.peers.pop(token))
+
+    def close(self) -> None:
+        for peer in set(self.peers.values()):
+            self.agent.remove_remote_agent(peer)
+        for registered in self._registered.values():
+            self.agent.deregister_memory(registered)
+        self.peers.clear()
+        self._registered.clear()
 
 
 class NixlReader:
-    def __init__(
-        self, agent: Any, peer: Any, offer: Offer, landing: BlockPool, forget: Any
-    ) -> None:
-        self._agent, self._peer, self._offer, self._landing = agent, peer, offer, landing
-        self._forget = forget
+    def __init__(self, reading: _Agent, offer: Offer, landing: BlockPool) -> None:
+        self._reading, self._offer, self._landing = reading, offer, landing
+        self._agent, self._peer = reading.agent, reading.peers[offer.address.token]
         self._running: list[Any] = []
         self._failed = False
 
@@ -117,7 +137,7 @@ class NixlReader:
                 transfer.release()
         if self._failed:
             with suppress(Exception):
-                self._forget(self._offer.address.token)
+                self._reading.forget(self._offer.address.token)
 
     def _places(self, base: int, device: int, block_ids: Sequence[int]) -> Any:
         size = self._landing.block_bytes

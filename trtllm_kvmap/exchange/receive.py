@@ -21,7 +21,7 @@ from trtllm_kvmap.exchange.target_end import Read, Refusal, TargetEnd, TargetSta
 from trtllm_kvmap.exchange.transport import Reader, TransferError, Transport
 
 WAIT_SECONDS = 30.0
-IDLE_SECONDS, BUSY_SECONDS = 0.02, 0.0002
+IDLE_SECONDS, BUSY_SECONDS = 0.02, 0.00005
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +139,10 @@ class _Exchange:
             time.sleep(BUSY_SECONDS)
             return
         try:
-            busy = self._running or self._checking
-            message = self._channel.receive(BUSY_SECONDS if busy else IDLE_SECONDS)
+            busy = bool(self._running or self._checking)
+            message = self._channel.receive(0 if busy else IDLE_SECONDS)
+            if message is None and busy:
+                time.sleep(BUSY_SECONDS)  # a socket's own time-outs are of whole milliseconds
             if message is not None:
                 self._act(self.end.received(message, time.monotonic()))
         except PeerLostError as error:
