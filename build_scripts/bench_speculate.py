@@ -48,10 +48,22 @@ from trtllm_kvmap.tiny.documents import make_document
 
 FIXED = (4, 8, 16, 24)
 REPEATS = 8  # of every layer of the slow verifier
-DOCUMENTS, PROMPT_TOKENS, NEW_TOKENS, ROUNDS = 4, 512, 64, 2
+DOCUMENTS, PROMPT_TOKENS, NEW_TOKENS, ROUNDS = 3, 512, 64, 2
 CALIBRATION_DOCUMENTS = 120
 FIRST_TOKENS, REPAIR_WINDOW = 4, 32
 SEED = 4  # of documents that no other part of the demo has seen
+
+
+Arm = Callable[["Prompt", torch.Generator], object]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A document, the draft's cache of it, and the hand-over of it."""
+
+    token_ids: list[int]
+    draft_cache: HfCache
+    handoff: Handoff
 
 
 def bench_speculate() -> dict[str, object]:
@@ -64,7 +76,8 @@ def bench_speculate() -> dict[str, object]:
         ("tiny-s to tiny-m", verifier, kvmap),
         (f"tiny-s to tiny-m of {REPEATS}x layers", slow, repeated(kvmap, slow)),
     ):
-        prompts = [handed_over(KvBridge(its_map, source=draft, target=target), i) for i in ITEMS]
+        bridge = KvBridge(its_map, source=draft, target=target)
+        prompts = [handed_over(bridge, item) for item in range(DOCUMENTS)]
         for temperature in (0.0, 1.0):
             case = f"{name}, temperature {temperature:g}"
             for key, value in measured(draft, target, prompts, temperature).items():
@@ -72,99 +85,85 @@ def bench_speculate() -> dict[str, object]:
     return {**figures, "rounds": ROUNDS * DOCUMENTS, "threads": torch.get_num_threads()}
 
 
-ITEMS = range(DOCUMENTS)
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A document, the draft's cache of it, and the hand-over of it."""
-
-    token_ids: list[int]
-    draft_cache: HfCache
-    handoff: Handoff
-
-
 def measured(
     draft: LoadedModel, verifier: LoadedModel, prompts: list[Prompt], temperature: float
 ) -> dict[str, object]:
     """Every figure of one pair at one temperature."""
-    cost = round(median(step_ratio(draft, verifier, prompt) for prompt in prompts), 3)
-    policies = {"adaptive": DraftLength(confidence=min(cost, 1.0))}
-    policies |= {str(n): DraftLength(n, n, confidence=0.0) for n in FIXED}
-    seconds: dict[str, list[float]] = {}
-    results: list[Speculation] = []
+    cost = median(step_ratio(draft, verifier, prompt) for prompt in prompts)
+    turns: list[dict[str, float]] = []  # seconds by arm
+    drafted: list[Speculation] = []
     equal = []
     for turn in range(ROUNDS + 1):  # the first only warms up
         for prompt in prompts:
-            generator = torch.Generator().manual_seed(turn)
-            took: dict[str, float] = {}
-
-            def timed(arm: str, work: Callable[[], object], took: dict = took) -> object:
+            seconds, made = {}, {}
+            for name, arm in arms(draft, verifier, temperature, cost).items():
+                generator = torch.Generator().manual_seed(turn)
                 start = time.perf_counter()
-                result = work()
-                took[arm] = time.perf_counter() - start
-                return result
-
-            cache, logits = prompt.handoff.cache, prompt.handoff.logits
-            alone = timed(
-                "plain",
-                lambda cache=cache, logits=logits, generator=generator: generate(
-                    verifier,
-                    fork(cache),
-                    logits,
-                    NEW_TOKENS,
-                    temperature=temperature,
-                    generator=generator,
-                ),
-            )
-            for arm, policy in policies.items():
-                result = timed(
-                    arm,
-                    lambda policy=policy, prompt=prompt, generator=generator: speculate(
-                        draft,
-                        verifier,
-                        prompt.draft_cache,
-                        prompt.handoff.cache,
-                        prompt.handoff.logits,
-                        NEW_TOKENS,
-                        temperature=temperature,
-                        generator=generator,
-                        draft_length=policy,
-                    ),
-                )
-                if arm == "adaptive" and turn:
-                    results.append(result)
-                    equal.append(result.rows[0] == alone)
-            for count in (1, NEW_TOKENS):
-                timed(
-                    f"assisted {count}",
-                    lambda count=count, prompt=prompt: assisted(
-                        draft, verifier, prompt, count, temperature
-                    ),
-                )
-            took["assisted"] = took[f"assisted {NEW_TOKENS}"] - took["assisted 1"]
-            for arm, value in took.items():
-                if turn:
-                    seconds.setdefault(arm, []).append(value)
+                made[name] = arm(prompt, generator)
+                seconds[name] = time.perf_counter() - start
+            if turn:
+                seconds["assisted"] -= seconds["assisted, one token"]
+                turns.append(seconds)
+                drafted.append(made["adaptive"])
+                equal.append(made["adaptive"].rows[0] == made["plain"])
 
     def over(arm: str) -> float:
-        pairs = zip(seconds[arm], seconds["adaptive"], strict=True)
-        return round(median(other / mine for other, mine in pairs), 3)
+        return median(turn[arm] / turn["adaptive"] for turn in turns)
 
+    proposed = sum(result.proposed for result in drafted)
     figures: dict[str, object] = {
-        "acceptance_rate": sum(r.accepted for r in results)
-        / max(sum(r.proposed for r in results), 1),
-        "proposed_per_verifier_step": mean(r.proposed / r.verifier_steps for r in results),
-        "acceptance_length": mean(r.acceptance_length for r in results),
-        "tokens_per_verifier_step": mean(r.tokens_per_verifier_step for r in results),
+        "acceptance_rate": sum(result.accepted for result in drafted) / max(proposed, 1),
+        "acceptance_length": mean(result.acceptance_length for result in drafted),
+        "tokens_per_verifier_step": mean(result.tokens_per_verifier_step for result in drafted),
+        "proposed_per_verifier_step": proposed / sum(result.row_steps for result in drafted),
         "ratio_to_plain": over("plain"),
-        "ratio_to_fixed": {str(n): over(str(n)) for n in FIXED},
+        "ratio_to_fixed": {str(length): round(over(str(length)), 3) for length in FIXED},
         "ratio_to_assisted": over("assisted"),
         "draft_step_to_verifier_step": cost,
     }
     if temperature == 0:
         figures["streams_equal_to_plain"] = f"{sum(equal)} of {len(equal)}"
     return {k: round(v, 3) if isinstance(v, float) else v for k, v in figures.items()}
+
+
+def arms(
+    draft: LoadedModel, verifier: LoadedModel, temperature: float, cost: float
+) -> dict[str, Arm]:
+    """What takes turns, by name; see the module."""
+
+    def plain(prompt: Prompt, generator: torch.Generator) -> list[int]:
+        return generate(
+            verifier,
+            fork(prompt.handoff.cache),
+            prompt.handoff.logits,
+            NEW_TOKENS,
+            temperature=temperature,
+            generator=generator,
+        )
+
+    def drafting(policy: DraftLength) -> Arm:
+        return lambda prompt, generator: speculate(
+            draft,
+            verifier,
+            prompt.draft_cache,
+            prompt.handoff.cache,
+            prompt.handoff.logits,
+            NEW_TOKENS,
+            temperature=temperature,
+            generator=generator,
+            draft_length=policy,
+        )
+
+    def assisting(count: int) -> Arm:
+        return lambda prompt, _: assisted(draft, verifier, prompt, count, temperature)
+
+    return {
+        "plain": plain,
+        "adaptive": drafting(DraftLength(confidence=min(cost, 1.0))),
+        **{str(length): drafting(DraftLength(length, length, 0.0)) for length in FIXED},
+        "assisted, one token": assisting(1),
+        "assisted": assisting(NEW_TOKENS),
+    }
 
 
 def assisted(
