@@ -232,6 +232,14 @@ def test_blocks_are_approximate_from_the_moment_they_are_ordered(kvmap: KvMap) -
     assert exact_now(scheduler, salt, 28) == 0
 
 
+def test_blocks_of_which_nothing_is_known_stay_approximate(kvmap: KvMap) -> None:
+    """The record was forgotten; the engine's cache was not."""
+    scheduler, salt = make(kvmap, Offers()), identity().salt
+    running(scheduler, "goes on", salt, computed=12)
+    scheduler.finished("goes on", PROMPT)
+    assert exact_now(scheduler, salt, 28) == 0
+
+
 def test_a_failure_does_not_make_older_blocks_exact(kvmap: KvMap) -> None:
     offers = Offers()
     scheduler = make(kvmap, offers, window=12)
