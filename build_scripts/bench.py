@@ -9,6 +9,8 @@
     python build_scripts/bench.py triton --json F     through Triton against in process; pipeline
                                                       against target alone
     python build_scripts/bench.py speculate --json F  drafts after a hand-over, against none
+    python build_scripts/bench.py switch --json F     a switch from hot standby and otherwise
+    python build_scripts/bench.py upgrade --json F    answering at once, reading for real later
 
 Sets up an environment of its own, because what we compare ourselves with is installed there too.
 """
@@ -34,7 +36,9 @@ BENCHES = {
     "handoff": "bench_handoff",
     "repair": "bench_repair",
     "speculate": "bench_speculate",
+    "switch": "bench_switch",
     "triton": "bench_triton",
+    "upgrade": "bench_upgrade",
 }
 BESIDE = ("aither-kvcache==2.4.1", "nixl-cu13==1.5.1", "xxhash==4.1.0")
 ENVIRONMENT = Environment(".venv-bench", (*MAIN, *BESIDE))

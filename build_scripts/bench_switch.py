@@ -26,7 +26,7 @@ from trtllm_kvmap.tiny import model_folder
 
 LENGTHS = (256, 512, 1024, 2048, 4096)
 REPAIR_WINDOW = 32
-SWITCH_ROUNDS, DECODE_ROUNDS, OVERLAP_ROUNDS = 25, 5, 7
+SWITCH_ROUNDS, DECODE_ROUNDS, OVERLAP_ROUNDS = 31, 5, 7
 DECODED = 128  # tokens that the source decodes with a mirror behind it
 OVERLAPPED = 4096
 

@@ -156,6 +156,10 @@ def test_the_target_reads_what_the_source_has_not(random_model: Callable) -> Non
     session.add(tokens(30))
     handoff = session.switch("b", repair_window=4)  # a has read nothing: b reads all of it
     assert not handoff.plan.mapped
+    read = Session({"a": first, "b": second}, bridges_between(first, second))
+    read.add(tokens(30))
+    read.read()  # and once a has read it, all but the window is mapped
+    assert read.switch("b", repair_window=4).plan.mapped == range(1, 26)
     torch.testing.assert_close(
         handoff.logits, prefill(second, tokens(30)).logits[-1], rtol=0, atol=2e-5
     )
@@ -201,8 +205,9 @@ def test_mistakes_are_one_sentence_and_change_nothing(random_model: Callable) ->
     session = Session({"a": first, "b": second}, [there])
     with pytest.raises(InputError, match="conversation is empty"):
         session.switch("b")
-    with pytest.raises(InputError, match="conversation is empty"):
-        session.generate(3)
+    for ask in (session.read, lambda: session.generate(3)):
+        with pytest.raises(InputError, match="conversation is empty"):
+            ask()
     session.add(tokens(40))
     with pytest.raises(InputError, match="no model 'c' in this conversation; there are a, b"):
         session.switch("c")

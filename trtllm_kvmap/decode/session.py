@@ -78,8 +78,13 @@ class Session:
         return sum(held.mapped_tokens for held in self.held.values())
 
     def add(self, text: str | Sequence[int]) -> None:
-        """Append text or token ids to the conversation. Nothing is read before generate."""
+        """Append text or token ids to the conversation. Nothing is read before read or generate."""
         self.token_ids.extend(self._tokenise(text) if isinstance(text, str) else text)
+
+    def read(self) -> None:
+        """Let the active model read what it has not, ahead of a reply or a switch."""
+        self._require_tokens()
+        self._read()
 
     def generate(self, max_new_tokens: int, *, eos_token_ids: Collection[int] = ()) -> list[int]:
         """The active model's greedy reply, token ids, appended to the conversation."""

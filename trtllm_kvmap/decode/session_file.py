@@ -119,8 +119,8 @@ def _fill(session: Session, content: dict[str, Any], tensors: dict[str, torch.Te
     )
     reply = range(*_integers(content["reply"], 2))
     _require(0 <= reply.start <= reply.stop <= len(token_ids), "the reply lies outside the tokens")
-    if token_ids:
-        require_tokens(session.models[content["active"]], torch.tensor(token_ids))
+    for name in content["models"] if token_ids else ():
+        require_tokens(session.models[name], torch.tensor(token_ids))
     session.active, session.token_ids, session.reply = content["active"], token_ids, reply
     session.hops = [_hop(hop) for hop in content["hops"]]
     for name, entry in content["held"].items():
