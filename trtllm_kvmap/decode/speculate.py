@@ -8,18 +8,19 @@ The source has read the prompt already, so drafting costs no second prefill. Lev
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from trtllm_kvmap.decode.accept import accept_greedy, accept_sampled
+from trtllm_kvmap.decode.draft_admission import require_steady, shared_mask
 from trtllm_kvmap.decode.draft_length import DraftLength
-from trtllm_kvmap.decode.prompt import require_room
+from trtllm_kvmap.decode.drafted_row import DraftedRow
 from trtllm_kvmap.decode.propose import Block, propose
 from trtllm_kvmap.decode.ragged import RaggedRows
 from trtllm_kvmap.decode.sampling import choose, distribution, require_temperature
-from trtllm_kvmap.errors import InputError, MismatchError
-from trtllm_kvmap.inject.hf_cache import HfCache, num_entries, view_pool
+from trtllm_kvmap.errors import InputError
+from trtllm_kvmap.inject.hf_cache import HfCache
 from trtllm_kvmap.models import LoadedModel
 
 
@@ -66,20 +67,6 @@ class Speculation:
         return sum(len(row) - 1 for row in self.rows)
 
 
-@dataclass(slots=True)
-class _Row:
-    """One sequence: ``start`` tokens of prompt, then ``tokens``; the next block's length."""
-
-    start: int
-    block_length: int
-    tokens: list[int] = field(default_factory=list)
-    done: bool = False
-
-    @property
-    def length(self) -> int:
-        return self.start + len(self.tokens)
-
-
 def speculate(
     draft: LoadedModel,
     verifier: LoadedModel,
@@ -115,28 +102,20 @@ def speculate(
         raise InputError(f"max_new_tokens must be at least 1, got {max_new_tokens}.")
     require_temperature(temperature)
     logits = logits.reshape(-1, logits.shape[-1])
-    mask = _checked_mask(draft_cache, verifier_cache, logits.shape[0], attention_mask, verifier)
+    mask = shared_mask(draft_cache, verifier_cache, logits.shape[0], attention_mask, verifier)
     drafting = RaggedRows(draft, draft_cache, mask.to(draft.device))
     verifying = RaggedRows(verifier, verifier_cache, mask)
     for loaded in (draft, verifier):
-        _require_steady(loaded, max(verifying.lengths) + max_new_tokens, len(mask))
-    rows = [_Row(start, policy.shortest) for start in verifying.lengths]
-
-    def commit(row: _Row, tokens: list[int]) -> int:
-        ends = [index for index, token in enumerate(tokens) if token in eos_token_ids]
-        taken = tokens[: ends[0] + 1] if ends else tokens
-        row.tokens += taken
-        row.done = bool(ends) or len(row.tokens) == max_new_tokens
-        return len(taken)
-
+        require_steady(loaded, max(verifying.lengths) + max_new_tokens, len(mask))
+    rows = [DraftedRow(start, policy.shortest) for start in verifying.lengths]
     for row, token in zip(rows, choose(logits, temperature, generator).tolist(), strict=True):
-        commit(row, [token])
-    proposed = accepted = verifier_steps = row_steps = 0
+        row.commit([token], max_new_tokens, eos_token_ids)
+    verifier_steps = 0
     while not all(row.done for row in rows):
         blocks = propose(
             drafting,
             _unread(drafting, rows),
-            [_limit(row, verifier, max_new_tokens) for row in rows],
+            [row.most_proposals(verifier, max_new_tokens) for row in rows],
             vocab_size=verifier.spec.vocab_size,
             temperature=temperature,
             generator=generator,
@@ -150,13 +129,14 @@ def speculate(
         )
         verifier_steps += 1
         for row, block, answer in zip(rows, blocks, answers, strict=True):
-            if row.done:
-                continue
-            count = len(block.tokens)
-            emitted = _accept(block, answer[: count + 1], temperature, generator)
-            taken = min(commit(row, emitted), len(emitted) - 1)
-            row.block_length = policy.following(row.block_length, count, len(emitted) - 1)
-            proposed, accepted, row_steps = proposed + count, accepted + taken, row_steps + 1
+            if not row.done:
+                count = len(block.tokens)
+                emitted = _accept(block, answer[: count + 1], temperature, generator)
+                taken = row.commit(emitted, max_new_tokens, eos_token_ids)
+                row.proposed += count
+                row.accepted += min(taken, len(emitted) - 1)
+                row.steps += 1
+                row.block_length = policy.following(row.block_length, count, len(emitted) - 1)
         read = [row.length - 1 for row in rows]
         verifying.settle(read)
         drafting.settle([min(pair) for pair in zip(drafting.lengths, read, strict=True)])
@@ -166,38 +146,22 @@ def speculate(
     for model in (drafting, verifying):
         model.settle([row.length - 1 for row in rows])
     return Speculation(
-        [row.tokens for row in rows],
-        drafting.cache,
-        verifying.cache,
-        verifying.mask.long(),
-        proposed,
-        accepted,
-        verifier_steps,
-        row_steps,
+        rows=[row.tokens for row in rows],
+        draft_cache=drafting.cache,
+        verifier_cache=verifying.cache,
+        attention_mask=verifying.mask.long(),
+        proposed=sum(row.proposed for row in rows),
+        accepted=sum(row.accepted for row in rows),
+        verifier_steps=verifier_steps,
+        row_steps=sum(row.steps for row in rows),
     )
 
 
-def _unread(drafting: RaggedRows, rows: list[_Row]) -> list[list[int]]:
+def _unread(drafting: RaggedRows, rows: list[DraftedRow]) -> list[list[int]]:
     """The committed tokens of each row that the draft has not read: one, or two after a bonus."""
     return [
         row.tokens[held - row.start :] for held, row in zip(drafting.lengths, rows, strict=True)
     ]
-
-
-def _limit(row: _Row, verifier: LoadedModel, max_new_tokens: int) -> int:
-    """How many tokens may be proposed: the verifier adds one more, and the whole block must be
-    rotated as plain decoding would rotate its first token.
-    """
-    if row.done:
-        return 0
-    wanted = min(row.block_length, max_new_tokens - len(row.tokens) - 1)
-    rope = verifier.spec.rope
-    if not rope.length_dependent:
-        return wanted
-    here = rope.regime(verifier.rope_length(row.length))
-    ahead = range(row.length + 1, row.length + wanted + 1)
-    changes = (n for n in ahead if rope.regime(verifier.rope_length(n)) != here)
-    return next(changes, ahead.stop) - row.length - 1
 
 
 def _accept(
@@ -210,45 +174,3 @@ def _accept(
     if block.drawn_from:
         drawn_from = torch.stack(block.drawn_from).to(answer.device)
     return accept_sampled(block.tokens, drawn_from, probabilities, generator)
-
-
-def _checked_mask(
-    draft_cache: HfCache,
-    verifier_cache: HfCache,
-    batch: int,
-    attention_mask: torch.Tensor | None,
-    verifier: LoadedModel,
-) -> torch.Tensor:
-    """bool [batch, entries], False for a pad."""
-    held = [
-        (pool.keys[0].shape[0], pool.tokens_per_block)
-        for pool in (view_pool(draft_cache), view_pool(verifier_cache))
-    ]
-    if held[0] != held[1] or held[1][0] != batch:
-        raise InputError(
-            f"The draft's cache holds {held[0][0]} sequences of {held[0][1]} tokens, the "
-            f"verifier's {held[1][0]} of {held[1][1]}, with logits for {batch}; all need the same. "
-            f"Let the draft read (prefill) what only the verifier has read."
-        )
-    entries = num_entries(verifier_cache)
-    if attention_mask is None:
-        return torch.ones(batch, entries, dtype=torch.bool, device=verifier.device)
-    mask = torch.as_tensor(attention_mask, device=verifier.device).bool()
-    if mask.shape != (batch, entries) or not bool(mask.any(-1).all()):
-        raise InputError(
-            f"The attention mask needs the shape {[batch, entries]} and a token in every row; got "
-            f"{list(mask.shape)}."
-        )
-    return mask
-
-
-def _require_steady(loaded: LoadedModel, longest: int, batch: int) -> None:
-    """Room for ``longest`` tokens, and for a batch one set of RoPE frequencies up to there."""
-    require_room(loaded, longest)
-    rope = loaded.spec.rope
-    if batch > 1 and rope.regime(loaded.rope_length(longest)) != rope.regime(1):
-        raise MismatchError(
-            f"{loaded.name} has {rope.kind} RoPE, whose frequencies change within the {longest} "
-            f"tokens asked for; the rows of a batch would change together. Speculate on its rows "
-            f"one by one, or ask for fewer tokens."
-        )
