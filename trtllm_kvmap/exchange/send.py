@@ -20,7 +20,7 @@ from trtllm_kvmap.exchange.source_end import Free, Send, SourceEnd, SourceState
 
 # Announced together: large enough to be worth a transfer, small enough to stay in the cores' cache
 # between checksum, copy and checksum.
-BATCH_BYTES = 4 << 20
+BATCH_BYTES = 8 << 20
 ANSWER_SECONDS = 10.0
 POLL_SECONDS = 0.02
 
@@ -56,6 +56,8 @@ def send_blocks(
     end = SourceEnd(offer, answer_seconds=answer_seconds)
     batch = min(max(BATCH_BYTES // pool.block_bytes, 1), MAX_BLOCKS_PER_MESSAGE)
     lost = False
+    part: Sequence[int] = ()  # the next blocks, not announced yet, and their checksums
+    checksums: tuple[int, ...] = ()
 
     def act(actions: list[Send | Free]) -> None:
         nonlocal lost
@@ -74,9 +76,12 @@ def send_blocks(
     while end.state is not SourceState.ENDED:
         if cancelled():
             act(end.cancel(time.monotonic()))
-        if end.wants_blocks:
+        if not part and end.announced < offer.num_blocks:  # also while the target still judges
             part = block_ids[end.announced : end.announced + batch]
-            act(end.ready(part, block_checksums(offer.checksum, pool.data, part)))
+            checksums = block_checksums(offer.checksum, pool.data, part)
+        if end.wants_blocks:
+            act(end.ready(part, checksums))
+            part = ()
         try:
             if lost:
                 time.sleep(POLL_SECONDS)
