@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ from trtllm_kvmap.decode.guard import Guard
 from trtllm_kvmap.decode.guarded import hop_guard
 from trtllm_kvmap.decode.hop import Verdict
 from trtllm_kvmap.decode.prefill import prefill
-from trtllm_kvmap.decode.session import Session, Upgrade
+from trtllm_kvmap.decode.session import Session
+from trtllm_kvmap.decode.session_file import save_session
+from trtllm_kvmap.decode.upgrade import Upgrade
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.inject.hf_cache import HfCache, fork
 from trtllm_kvmap.models import LoadedModel
@@ -84,6 +87,20 @@ def test_a_standby_ends_with_the_switch(random_model: Callable) -> None:
         return session
 
     assert torch.equal(stacked(talk(True).held["b"].cache), stacked(talk(False).held["b"].cache))
+
+
+def test_a_reply_does_not_fail_for_a_standby_that_cannot_follow(random_model: Callable) -> None:
+    """The source may write 512 tokens, the target 64: the switch is refused, the reply is not."""
+    a, b = random_model(seed=0), random_model(seed=1, max_positions=64)
+    session = Session({"a": a, "b": b}, [KvBridge(random_map(a, b), source=a, target=b)])
+    session.add(random_tokens(50))
+    session.mirror("b", tokens_per_block=8)
+    assert len(session.generate(40)) == 40
+    with pytest.raises(InputError, match=r"takes 90 positions; .* allows 64"):
+        session.switch("b")
+    with pytest.raises(InputError, match="allows 64"):
+        session.mirror("b")
+    assert session.active == "a"
 
 
 def test_a_standby_forgets_what_an_upgrade_has_replaced(random_model: Callable) -> None:
@@ -259,6 +276,18 @@ def test_a_guard_that_objects_makes_the_target_read(random_model: Callable) -> N
     assert (session.held["a"].exact, session.held["a"].mapped) == (124, ())
     cache = native(session.models["a"], session.token_ids, [80, 1, 1, 1, 41])
     assert torch.equal(stacked(session.held["a"].cache), stacked(cache))
+
+
+def test_a_figure_that_is_no_number_is_an_objection_and_can_be_saved(
+    random_model: Callable, tmp_path: Path
+) -> None:
+    session = conversation(random_model, guard=Figures(float("nan")))
+    session.add(random_tokens(80))
+    session.read()
+    session.switch("b")
+    hop = session.hops[-1]
+    assert (hop.outcome, hop.drift, "nan" in hop.reason) == ("fallback_reprefill", None, True)
+    save_session(session, tmp_path / "s")
 
 
 def test_the_guard_of_a_map_judges_the_switches_of_a_conversation(random_model: Callable) -> None:

@@ -3,33 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from trtllm_kvmap.decode.bridge import Handoff, KvBridge
 from trtllm_kvmap.decode.generate import generate
-from trtllm_kvmap.decode.held import Held, after_handoff
-from trtllm_kvmap.decode.hop import Hop, HopGuard, Verdict
+from trtllm_kvmap.decode.held import Held
+from trtllm_kvmap.decode.hop import Hop, HopGuard
 from trtllm_kvmap.decode.mirror import Mirror
 from trtllm_kvmap.decode.prefill import prefill
 from trtllm_kvmap.decode.prompt import require_room
-from trtllm_kvmap.decode.signals import WINDOW
-from trtllm_kvmap.decode.upgrade import first_disagreement, upgrade_chunk
-from trtllm_kvmap.errors import InputError
+from trtllm_kvmap.decode.switch import carry_over, read_over
+from trtllm_kvmap.decode.upgrade import Upgrade, first_disagreement, upgrade_chunk
+from trtllm_kvmap.errors import InputError, KvMapError
 from trtllm_kvmap.inject.hf_cache import HfCache, empty_cache, fork
 from trtllm_kvmap.models import LoadedModel
-from trtllm_kvmap.spec.plan import HandoffPlan, plan_handoff
-
-
-@dataclass(frozen=True, slots=True)
-class Upgrade:
-    """How many entries of the active model are approximate still, and the emitted tokens that were
-    withdrawn because the model, reading exactly, said something else.
-    """
-
-    approximate: int
-    withdrawn: tuple[int, ...] = ()
+from trtllm_kvmap.spec.plan import plan_handoff
 
 
 class Session:
@@ -114,14 +103,15 @@ class Session:
         conversation changes models. Raises InputError when no bridge leads there.
         """
         bridge, held = self._bridge(to), self.held.get(to)
-        self._mirrors[to] = Mirror(
+        mirror = Mirror(
             bridge,
             None if held is None else held.cache,
             first_tokens=first_tokens,
             tokens_per_block=tokens_per_block,
         )
         if self.active in self.held:
-            self._follow(self.held[self.active].cache, self.token_ids)
+            mirror.follow(self.held[self.active].cache, self.token_ids)
+        self._mirrors[to] = mirror
 
     def switch(self, to: str, *, first_tokens: int = 1, repair_window: int = 32) -> Handoff:
         """Hand the conversation over to the model ``to``, which becomes the active one.
@@ -139,47 +129,45 @@ class Session:
             first_tokens=first_tokens,
             repair_window=max(repair_window, len(self.token_ids) - source.entries),
         )
-        verdict, reason = None, self._over_budget(plan)
-        if not reason:
-            keep = WINDOW if self.guard else 1
-            mirror = self._mirrors.get(to)
-            if mirror is not None:
-                handoff = mirror.hand_over(source.cache, self.token_ids, plan, keep_logits=keep)
-            else:
-                given = before.cache if before else None
-                handoff = bridge.hand_over(
-                    source.cache, self.token_ids, plan, given, keep_logits=keep
-                )
-            verdict, reason = self._judge(bridge, source, handoff)
-        if reason:
-            before = before.cut(before.exact) if before else None
-            handoff = self._read_for_real(bridge, source, before)
-        self.held[to] = after_handoff(before, handoff.plan, handoff.cache, handoff.logits)
+        wanted = self.mapped_tokens + len(plan.mapped)
+        if plan.mapped and self.max_mapped_tokens is not None and wanted > self.max_mapped_tokens:
+            reason = f"{wanted} mapped tokens would exceed the budget of {self.max_mapped_tokens}"
+            carried = read_over(bridge, self.token_ids, source, before, reason=reason)
+        else:
+            carried = carry_over(
+                bridge,
+                self.token_ids,
+                source,
+                before,
+                plan,
+                mirror=self._mirrors.get(to),
+                guard=self.guard,
+            )
+        self.held[to] = carried.held
         self.hops.append(
             Hop(
                 source=self.active,
                 target=to,
                 num_tokens=len(self.token_ids),
-                kept=len(handoff.plan.spliced),
-                exact=min(before.exact, len(handoff.plan.spliced)) if before else 0,
-                mapped=len(handoff.plan.mapped),
-                outcome="fallback_reprefill" if reason else "applied",
-                reason=reason,
-                drift=None if verdict is None else verdict.drift,
+                kept=len(carried.handoff.plan.spliced),
+                exact=carried.exact,
+                mapped=len(carried.handoff.plan.mapped),
+                outcome="fallback_reprefill" if carried.reason else "applied",
+                reason=carried.reason,
+                drift=carried.drift,
             )
         )
         self.active, self.reply = to, range(0)
         self._mirrors.clear()
-        return handoff
+        return carried.handoff
 
     def upgrade(self, *, chunk_tokens: int = 128, verify: bool = False) -> Upgrade:
         """Spend one idle chunk on making the active model's cache exact (decode.upgrade).
 
         Call it until ``approximate`` is 0; replies may be generated in between. With ``verify`` the
-        reply so far is held against what the model says once it reads exactly: from the first
-        token that differs on it is withdrawn, the model's own token stands there instead, and the
-        cache is exact. Only a reply that ends the conversation is verified; one that has been
-        answered stands.
+        reply is held against what the model says in this chunk: from the first token that differs
+        on it is withdrawn, the model's own token stands there instead, and the cache is exact. Only
+        a reply that ends the conversation is verified; one that has been answered stands.
         """
         held = self.held.get(self.active)
         if held is None or not held.approximate:
@@ -220,31 +208,11 @@ class Session:
         return held, logits
 
     def _follow(self, cache: HfCache, said: Sequence[int]) -> None:
-        for mirror in self._mirrors.values():
-            mirror.follow(cache, said)
-
-    def _judge(
-        self, bridge: KvBridge, source: Held, handoff: Handoff
-    ) -> tuple[Verdict | None, str]:
-        """The guard's verdict where there is one, and why the hand-over may not stand."""
-        if self.guard is None or not handoff.plan.mapped:
-            return None, ""
-        verdict = self.guard(bridge, source.cache, self.token_ids, handoff)
-        return verdict, "" if verdict.applied else f"the guard measured a drift of {verdict.drift}"
-
-    def _over_budget(self, plan: HandoffPlan) -> str:
-        """Why ``plan`` may not be carried out, or nothing."""
-        wanted = self.mapped_tokens + len(plan.mapped)
-        if not plan.mapped or self.max_mapped_tokens is None or wanted <= self.max_mapped_tokens:
-            return ""
-        return f"{wanted} mapped tokens would exceed the budget of {self.max_mapped_tokens}"
-
-    def _read_for_real(self, bridge: KvBridge, source: Held, exact: Held | None) -> Handoff:
-        """The target reads all but its ``exact`` entries itself."""
-        count, spliced = len(self.token_ids), exact.entries if exact else 0
-        plan = plan_handoff(count, spliced=spliced, first_tokens=0, repair_window=count)
-        cache = exact.cache if exact and spliced else None
-        return bridge.hand_over(source.cache, self.token_ids, plan, cache)
+        for to, mirror in list(self._mirrors.items()):
+            try:
+                mirror.follow(cache, said)
+            except KvMapError:  # no reply fails for a standby; a switch there will say why
+                del self._mirrors[to]
 
     def _tokenise(self, text: str) -> list[int]:
         first = not self.token_ids

@@ -29,6 +29,16 @@ class Upgraded:
     logits: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Upgrade:
+    """How many entries of a conversation's active model are approximate still, and the emitted
+    tokens that were withdrawn because the model, reading exactly, said something else.
+    """
+
+    approximate: int
+    withdrawn: tuple[int, ...] = ()
+
+
 def upgrade_chunk(
     loaded: LoadedModel, held: Held, token_ids: Sequence[int], *, chunk_tokens: int = 128
 ) -> Upgraded:
