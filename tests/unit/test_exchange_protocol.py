@@ -211,6 +211,14 @@ def test_the_course_of_an_exchange_where_nothing_goes_wrong() -> None:
     assert source.reason is target.reason is Reason.COMPLETE
 
 
+def test_a_block_is_read_once() -> None:
+    target = reading_target()
+    target.received(Blocks("r1", 0, (6,), (7,)), 1.0)
+    target.read_done(1, True, 1.0)
+    (end,) = target.received(Blocks("r1", 1, (6,), (7,)), 1.0)
+    assert end.message.reason is Reason.MALFORMED
+
+
 def test_complete_before_all_blocks_were_there_is_no_completion() -> None:
     source = SourceEnd(OFFER, answer_seconds=ANSWER_SECONDS)
     source.start(0.0)
