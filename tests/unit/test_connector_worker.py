@@ -110,6 +110,25 @@ def test_every_token_comes_from_its_own_place(
     assert torch.equal(buffer, expected)
 
 
+def test_a_sink_longer_than_a_block_comes_in_two_orders(kvmap: KvMap) -> None:
+    blocks, salt = offer(kvmap, source_kv(kvmap))
+    _, pool = packed_pool(kvmap)
+    table = BlockTable((6, 1), SIZE)
+    worker = HandoffWorker(kvmap, blocks)
+    for first, last in ((0, 4), (4, 8)):
+        worker.load(replace(order(salt, first, last, sink=7), table=table), pool)
+    seen = torch.cat([pool.keys[1][6], pool.keys[1][1]], dim=1)
+    assert (seen[:, :7] == 3.0).all()
+    assert not (seen[:, 7] == 3.0).any()
+    assert not (seen[:, 7] == POISON).any()
+
+
+def test_an_order_names_the_blocks_it_writes() -> None:
+    assert order("s", 4, 13).block_ids == (0, 3)
+    assert order("s", 0, 4).block_ids == (6,)
+    assert order("s", 8, 8).block_ids == ()
+
+
 def test_token_ids_reach_a_map_that_reads_them(random_model: Callable) -> None:
     """Values of layer 0 are the token table's rows, from the middle of a prompt on."""
     source, target = random_model(seed=1), random_model(seed=0)
