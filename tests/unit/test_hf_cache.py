@@ -16,10 +16,13 @@ from trtllm_kvmap.inject.hf_cache import (
     Pass,
     empty_cache,
     fork,
+    join,
     make_cache,
     num_entries,
+    put_cache,
     put_span,
     record_pass,
+    recorded_passes,
     take_span,
     view_pool,
     written_lengths,
@@ -209,3 +212,40 @@ def test_the_record_of_passes_travels(random_model: Callable) -> None:
     assert written_lengths(short, range(12, 18)) == [20, 99]
     assert written_lengths(short, range(16, 18)) == [99]
     assert written_lengths(cache, range(16, 18)) == [20]
+
+
+def numbered(loaded: LoadedModel, entries: int, value: float) -> HfCache:
+    cache = make_cache(loaded.spec, entries)
+    for view in (*view_pool(cache).keys, *view_pool(cache).values):
+        view.copy_(value + torch.arange(entries)[:, None].expand(view.shape))
+    record_pass(cache, Pass(0, entries, int(value)))
+    return cache
+
+
+def test_a_head_and_what_lies_beyond_it_join(random_model: Callable) -> None:
+    loaded = random_model()
+    head, whole = numbered(loaded, 3, 100), numbered(loaded, 7, 200)
+    joined = join(head, whole)
+    expected = torch.tensor([100, 101, 102, 203, 204, 205, 206.0])
+    for view in (*view_pool(joined).keys, *view_pool(joined).values):
+        assert torch.equal(view[0, 1, :, 5], expected)
+    assert recorded_passes(joined) == (Pass(0, 3, 100), Pass(3, 7, 200))
+    alone = join(numbered(loaded, 7, 300), whole)
+    assert float(view_pool(alone).keys[0].max()) == 306, "nothing lies beyond an equal head"
+    assert float(view_pool(whole).keys[0].max()) == 206
+    view_pool(joined).keys[0].zero_()
+    assert float(view_pool(head).keys[0].min()) == 100, "the parts are copied"
+
+
+def test_a_cache_is_put_over_the_first_entries(random_model: Callable) -> None:
+    loaded = random_model()
+    room = numbered(loaded, 6, 900)
+    put_cache(room, numbered(loaded, 2, 100))
+    for view in (*view_pool(room).keys, *view_pool(room).values):
+        assert view[0, 0, :, 0].tolist() == [100, 101, 902, 903, 904, 905]
+    assert recorded_passes(room)[-1] == Pass(0, 2, 100)
+    before = view_pool(room).keys[0].clone()
+    put_cache(room, empty_cache())
+    assert torch.equal(view_pool(room).keys[0], before)
+    with pytest.raises(InputError, match="outside a cache of 6"):
+        put_cache(room, numbered(loaded, 7, 100))
