@@ -8,6 +8,7 @@ ratios of turns. The map pools every layer of tiny-s for tiny-m: the slowest kin
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from statistics import median
@@ -124,12 +125,15 @@ def overlap_ratio(bridge: KvBridge) -> dict[str, float]:
 
 
 def take_turns(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each of ``rounds`` turns, after one turn that is not counted."""
+    """Milliseconds of each of ``rounds`` turns, after one turn that is not counted. Within a turn
+    the order is random: who runs after a long pass finds cold caches.
+    """
     turns: dict[str, list[float]] = {name: [] for name in ways}
+    order = random.Random(0)
     for _ in range(rounds + 1):
-        for name, run in ways.items():
+        for name in order.sample(list(ways), len(ways)):
             began = time.perf_counter()
-            run()
+            ways[name]()
             turns[name].append(1e3 * (time.perf_counter() - began))
     return {name: times[1:] for name, times in turns.items()}
 
