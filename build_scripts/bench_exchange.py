@@ -46,6 +46,7 @@ def bench_exchange() -> dict[str, object]:
     there.close()
     transport, landing, listener = make_transport("nixl"), make_pool(largest), Listener()
     here.send(listener.address)
+    here.recv()  # it is ready
     figures = {
         str(size): turns(size, here, listener, transport, landing, ROUNDS) for size in MEBIBYTES
     }
@@ -116,6 +117,7 @@ def offer_forever(control: Connection, largest: int) -> None:
     """The source's process: offers as many blocks as it is told, until it is told 0."""
     transport, pool = make_transport("nixl"), make_pool(largest)
     address, exposed = control.recv(), transport.expose(pool)
+    control.send("ready")
     while size := control.recv():
         tokens = tuple(range(size * TOKENS_PER_BLOCK))
         offer = make_offer("bench", SOURCE, tokens, len(tokens), pool, exposed)
