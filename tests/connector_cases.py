@@ -286,12 +286,14 @@ def case_chunked_prefill_loses_nothing(host: Host, world: World) -> None:
 
 
 def case_preemption_loses_nothing(host: Host, world: World) -> None:
-    prompts = [world.prompt(seed) for seed in (24, 25, 26)]
-    steps = 3 * host.tokens_per_block
+    """The first request grows until it has taken mapped blocks of the second, which are mapped
+    again when that one resumes.
+    """
+    asked = [(world.prompt(24), 7 * host.tokens_per_block), (world.prompt(25), 80)]
     before = host.preemptions()
-    answers = host.run([Ask(ids, steps, salt=world.offer(ids)) for ids in prompts])
-    assert host.preemptions() > before, "the pool was large enough for all: nothing was proven"
-    for ids, answer in zip(prompts, answers, strict=True):
+    answers = host.run([Ask(ids, steps, salt=world.offer(ids)) for ids, steps in asked])
+    assert host.preemptions() > before, "the pool was large enough for both: nothing was proven"
+    for (ids, steps), answer in zip(asked, answers, strict=True):
         require(answer, world.expect(ids, steps, end=mapped_end(host, ids)))
         require_status(answer, "applied", matched=mapped_end(host, ids))
     assert not world.blocks.salts()
