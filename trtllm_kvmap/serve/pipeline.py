@@ -24,7 +24,7 @@ Read = TypeVar("Read")  # what the source hands to the target: tensors of whatev
 @dataclass(frozen=True, slots=True)
 class PipelineConfig:
     """How prompts are handed over. ``max_positions`` is the target's limit, ``mapper_id`` the name
-    of the map, and ``unsupported`` why none can serve here (None: one can).
+    of the map.
     """
 
     name: str
@@ -32,7 +32,6 @@ class PipelineConfig:
     mapper_id: str
     first_tokens: int = 1
     repair_window: int = 32
-    unsupported: Outcome | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +134,7 @@ class Pipeline(Generic[Read]):
                 "other_mapper",
                 f"the map {request.mapper_id!r} was asked for, {self.config.mapper_id!r} is served",
             )
-        return self.config.unsupported
+        return None
 
     def _head(self, request: CompletionRequest) -> dict[str, Any]:
         chat = request.prompt is None

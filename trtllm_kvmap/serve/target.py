@@ -15,7 +15,7 @@ from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.decode.bridge import Handoff, KvBridge
 from trtllm_kvmap.decode.generate import stream_tokens
 from trtllm_kvmap.decode.prefill import prefill
-from trtllm_kvmap.errors import KvMapError, MismatchError, NumericsError, UnprovenError
+from trtllm_kvmap.errors import InputError, KvMapError, MismatchError, NumericsError, UnprovenError
 from trtllm_kvmap.inject.hf_cache import (
     HfCache,
     Pass,
@@ -99,6 +99,8 @@ class TargetAnswerer:
         self.kvmap, self.without = open_map(kvmap, allow_unproven=allow_unproven)
         self._bridge: KvBridge | None = None
         tokenizer: Any = loaded.tokenizer
+        if tokenizer is None:
+            raise InputError(f"{loaded.name} has no tokenizer, so it cannot answer with text.")
         self._eos = {tokenizer.eos_token_id} - {None}
         if self.kvmap is not None:
             try:
