@@ -1,0 +1,172 @@
+"""What a diagnosis found: where the divergence of a mapped cache lives, as JSON and as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+FigureJson = dict[str, float | None]  # value, low and high, see bootstrap.Figure
+
+
+@dataclass(frozen=True, slots=True)
+class Intervention:
+    """A mapped cache of which one region was replaced (or one thing spoilt, group ``control``).
+
+    ``group`` says which regions are compared: ``field``, ``layer``, ``head``, ``position``,
+    ``kind`` are replaced one at a time, ``layers_below`` and ``layers_above`` cumulatively.
+    ``field`` (key or value), ``layer`` and ``head`` are None where all of them were replaced.
+    ``divergence`` is KL(native || this), nats per token asked; ``removed`` the share of the mapped
+    cache's divergence that is gone: 1 is the native target, negative is worse than mapped.
+    """
+
+    group: str
+    name: str
+    field: str | None
+    layer: int | None
+    head: int | None
+    divergence: FigureJson
+    removed: FigureJson
+
+
+@dataclass(frozen=True, slots=True)
+class TokenError:
+    """The error of mapped keys and values at some tokens: squared, over the variance that all
+    mapped tokens of the context have, mean over layers (1 - R2; 0 is exact). ``group`` is
+    ``position`` or ``kind``; ``tokens`` were counted.
+    """
+
+    group: str
+    name: str
+    tokens: int
+    key: float
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class LengthRow:
+    """The map on contexts of ``tokens`` tokens; ``beyond_calibration``: longer than any that it was
+    fitted on (None: the map does not say). The losses are nats per token.
+    """
+
+    tokens: int
+    beyond_calibration: bool | None
+    nll: FigureJson
+    source_nll: FigureJson
+    target_nll: FigureJson
+    gap_recovered: FigureJson
+    divergence: FigureJson
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """The content of a diagnosis file, key by key. ``config`` names models, S, N and items;
+    ``divergence`` is the mapped cache's; ``kv_error`` as in a report (by layer: nrmse and cosine of
+    keys and values); ``attention_cosine`` the attention outputs' cosine by layer; ``refused`` says
+    why a control was not run.
+    """
+
+    config: dict[str, Any]
+    divergence: FigureJson
+    interventions: tuple[Intervention, ...]
+    kv_error: dict[str, Any]
+    attention_cosine: dict[str, Any]
+    tokens: tuple[TokenError, ...]
+    lengths: tuple[LengthRow, ...]
+    refused: dict[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(entry: dict[str, Any]) -> Diagnosis:
+        """The inverse of to_json, also after a round through JSON text."""
+        rows = {"interventions": Intervention, "tokens": TokenError, "lengths": LengthRow}
+        made = {name: tuple(row(**each) for each in entry[name]) for name, row in rows.items()}
+        return Diagnosis(**{**entry, **made})
+
+
+def tables(diagnosis: Diagnosis) -> list[Table]:
+    """One table for each group of interventions, then error by layer, by token, and by length."""
+    config = diagnosis.config
+    groups: dict[str, list[Intervention]] = {}
+    for each in diagnosis.interventions:
+        groups.setdefault(each.group, []).append(each)
+    shown = [
+        _table(
+            f"{group.replace('_', ' ')}: {config['source']} to {config['target']}, KL of the mapped "
+            f"cache {_cell(diagnosis.divergence)}",
+            (group, "KL, nats", "removed"),
+            [(each.name, _cell(each.divergence), _cell(each.removed)) for each in rows],
+        )
+        for group, rows in groups.items()
+    ]
+    errors, cosines = diagnosis.kv_error, diagnosis.attention_cosine["per_layer"]
+    shown.append(
+        _table(
+            "by layer",
+            ("layer", "key NRMSE", "value NRMSE", "key cos", "value cos", "attention cos"),
+            [
+                (str(layer), *(_number(x) for x in row))
+                for layer, row in enumerate(
+                    zip(
+                        errors["key"]["nrmse"],
+                        errors["value"]["nrmse"],
+                        errors["key"]["cosine"],
+                        errors["value"]["cosine"],
+                        cosines,
+                        strict=True,
+                    )
+                )
+            ],
+        )
+    )
+    shown.append(
+        _table(
+            "by token: 1 - R2",
+            ("tokens", "count", "key", "value"),
+            [(t.name, str(t.tokens), f"{t.key:.3f}", f"{t.value:.3f}") for t in diagnosis.tokens],
+        )
+    )
+    if diagnosis.lengths:
+        shown.append(
+            _table(
+                "by length (*: longer than the calibration)",
+                ("tokens", "NLL", "source", "target", "gap recovered", "KL, nats"),
+                [
+                    (
+                        f"{row.tokens}{'*' if row.beyond_calibration else ''}",
+                        _cell(row.nll),
+                        _cell(row.source_nll),
+                        _cell(row.target_nll),
+                        _cell(row.gap_recovered),
+                        _cell(row.divergence),
+                    )
+                    for row in diagnosis.lengths
+                ],
+            )
+        )
+    return shown
+
+
+def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(title=Text(title), title_justify="left", box=None, pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(Text(column), justify="right" if index else "left")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    return table
+
+
+def _cell(figure: FigureJson) -> str:
+    value, low, high = figure["value"], figure["low"], figure["high"]
+    if value is None:
+        return "-"
+    return f"{value:.3f}" if low is None else f"{value:.3f} [{low:.3f} {high:.3f}]"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
