@@ -135,16 +135,15 @@ KvCacheConnectorWorker: Any = _connector.KvCacheConnectorWorker
 def salt_of(request: Any, known: Iterable[str]) -> str | None:
     """The cache salt of a request; None when it has none.
 
-    Where a request carries only the salt's hash, the salt is looked for among ``known``; an unknown
-    one gets a name of its own, so that it is still a salt.
+    Where a request carries only the salt's hash, it is looked for among ``known``; None when it is
+    none of them, and so no hand-over's.
     """
     if hasattr(request, "cache_salt"):
         return request.cache_salt or None
     if request.cache_salt_id is None:
         return None
     salt_id = int(request.cache_salt_id)
-    found = next((salt for salt in known if _salt_id(salt) == salt_id), None)
-    return found or f"cache_salt_id {salt_id}"
+    return next((salt for salt in known if _salt_id(salt) == salt_id), None)
 
 
 @lru_cache(maxsize=8192)
