@@ -194,6 +194,7 @@ def test_the_longest_prompt_asked_for_wins_and_others_stay_wanted(exports: Any) 
     assert exports.order(3, [1, 2, 9], [0], 32)
     assert exports.take_order(3).name == "short"
     assert exports.take_order(3) is None
+    assert not exports.order(4, [1, 2, 3, 4], [0], 32), "one request is kept for each name"
 
 
 def test_what_cannot_be_kept_lets_go_of_its_blocks(
