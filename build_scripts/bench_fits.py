@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from fit_own_layers import own_layers_curve
 from fit_time import qwen3_fit_time
 
 from trtllm_kvmap.artifact.kvmap import KvMap
@@ -47,7 +48,7 @@ PLAIN = (
     FitGrid(scope=("slice",), n=(4, 8), ridge=RIDGES, own_slices=False),
 )
 OWN = (FitGrid(scope=("slice",), n=(4, 8), ridge=RIDGES),)
-BOTH = (FitGrid(scope=("slice",), n=(8, 16), ridge=RIDGES, fields="both"),)
+BOTH = (FitGrid(scope=("slice",), n=(8, 12, 16), ridge=RIDGES, fields="both"),)
 MLP = RefineConfig("mlp", hidden=256, steps=300)
 RESIDUAL = RefineConfig("residual", steps=80, learning_rate=1e-3)
 CUTS, RANKS = ("plain", "data", "output"), (8, 12, 16, 24)
@@ -114,6 +115,7 @@ def _pair(source_name: str, target_name: str) -> dict[str, Any]:
     }
     if source.spec.num_kv_heads == target.spec.num_kv_heads:
         result["failing"] = bench.failing()
+        result["own_layers"] = bench.own_layers()
     return result
 
 
@@ -222,7 +224,7 @@ class Bench:
     def ranks(self) -> list[dict[str, Any]]:
         """Low rank by what is cut, for all heads of a layer together and for each head apart."""
         rows = []
-        for scope in ({"scope": "pooled", "k": 3}, {"scope": "slice", "n": 16}):
+        for scope in ({"scope": "pooled", "k": 3}, {"scope": "slice", "n": 12}):
             for cut in CUTS:
                 for rank in RANKS:
                     config = FitConfig(ridge=1e-6, fields="both", rank=rank, cut=cut, **scope)
@@ -264,6 +266,18 @@ class Bench:
             **{name: self.figures(each) for name, each in judged.items()},
             "recovered_of_what_ridge_loses": figure(share).to_json(),
         }
+
+    def own_layers(self) -> list[dict[str, Any]]:
+        """Plain `slice` ridge with m of the target's own layers among what it may read."""
+        plan = {"first_tokens": JUDGED.first_tokens, "repair_window": JUDGED.repair_window}
+        return own_layers_curve(
+            self.source,
+            self.target,
+            self.texts,
+            self.readings["report"],
+            lambda ready: self.figures(self._draws(ready, "report")),
+            plan,
+        )
 
     def _gap(self, judged: Draws) -> np.ndarray:
         return gap(judged, self.alone["source"], self.alone["target"], JUDGED.metric)
