@@ -192,6 +192,9 @@ def test_after_a_fall_back_nothing_mapped_is_left(bridge: KvBridge) -> None:
     found = hand_over_guarded(bridge, guard_of(-math.inf), cache, ids, plan, own)
     assert found.status == "fallback_reprefill"
     assert not found.handoff.plan.mapped
+    assert found.handoff.plan.spliced == range(10)
+    kept, given = (stacked(each)[..., :10, :] for each in (found.handoff.cache, own))
+    assert torch.equal(kept, given)
     by_hand = bridge.convert(cache, ids[:10], first_tokens=10)  # the target's own first ten
     native = prefill(bridge.target, ids[10:], by_hand)
     torch.testing.assert_close(
