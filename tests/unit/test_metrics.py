@@ -51,8 +51,8 @@ def test_ratios_work_on_whole_draws() -> None:
 
 def test_best_choice() -> None:
     short, long = [-3.0], [-1.0, -1.0, -1.5]
-    assert metrics.best_choice([short, long], length_normalised=False) == 0
-    assert metrics.best_choice([short, long], length_normalised=True) == 1
+    assert metrics.best_choice([short, long]) == 0
+    assert metrics.best_choice([short, long], [len(short), len(long)]) == 1
 
 
 def test_leading_agreement() -> None:

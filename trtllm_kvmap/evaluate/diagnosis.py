@@ -97,8 +97,8 @@ def tables(diagnosis: Diagnosis) -> list[Table]:
         groups.setdefault(each.group, []).append(each)
     shown = [
         _table(
-            f"{group.replace('_', ' ')}: {config['source']} to {config['target']}, KL of the mapped "
-            f"cache {_cell(diagnosis.divergence)}",
+            f"{group.replace('_', ' ')}: {config['source']} to {config['target']}, KL of "
+            f"the mapped cache {_cell(diagnosis.divergence)}",
             (group, "KL, nats", "removed"),
             [(each.name, _cell(each.divergence), _cell(each.removed)) for each in rows],
         )

@@ -17,12 +17,32 @@ class Question:
     stem.
 
     ``stem`` may be empty (the choices then follow the context at once); every choice has at least
-    one token and differs from the others; ``choices[label]`` is the right one.
+    one token and differs from the others; ``choices[label]`` is the right one. The first
+    ``given[i]`` tokens of choice i are read but not scored (empty: all are scored). ``characters``
+    are the lengths of the choices as text, by which a length-normalised score is divided (empty:
+    by scored tokens).
     """
 
     stem: tuple[int, ...]
     choices: tuple[tuple[int, ...], ...]
     label: int
+    given: tuple[int, ...] = ()
+    characters: tuple[int, ...] = ()
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """What the log-probability of each choice is divided by when lengths are normalised."""
+        return self.characters or tuple(len(choice) for choice in self.scored)
+
+    @property
+    def skipped(self) -> tuple[int, ...]:
+        """How many tokens of each choice are read before the first that is scored."""
+        return self.given or (0,) * len(self.choices)
+
+    @property
+    def scored(self) -> tuple[tuple[int, ...], ...]:
+        """The tokens of each choice that are scored."""
+        return tuple(c[n:] for c, n in zip(self.choices, self.skipped, strict=True))
 
     def __post_init__(self) -> None:
         if len(self.choices) < 2 or not all(self.choices):
@@ -34,6 +54,17 @@ class Question:
             raise InputError(
                 f"The label {self.label} names none of the {len(self.choices)} choices; count "
                 f"from 0."
+            )
+        for name in ("given", "characters"):
+            if getattr(self, name) and len(getattr(self, name)) != len(self.choices):
+                raise InputError(
+                    f"{name} needs one count for each of the {len(self.choices)} choices, got "
+                    f"{getattr(self, name)}."
+                )
+        if not all(self.scored) or min(self.lengths) < 1:
+            raise InputError(
+                f"Every choice needs at least one token that is scored; got lengths "
+                f"{[len(choice) for choice in self.choices]}, of which {self.given} are given."
             )
         if len(set(self.choices)) < len(self.choices):
             raise InputError(

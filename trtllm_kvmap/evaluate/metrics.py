@@ -44,13 +44,16 @@ def gap_recovered(
     return _quotient(sign * np.subtract(mapped, source), sign * np.subtract(target, source))
 
 
-def best_choice(log_probs: Sequence[Sequence[float]], *, length_normalised: bool) -> int:
+def best_choice(log_probs: Sequence[Sequence[float]], lengths: Sequence[int] | None = None) -> int:
     """The index of the likeliest choice, given the log-probability (nats) of each of its tokens.
 
-    ``length_normalised`` compares means over tokens, so that a long ending is not punished for its
-    length.
+    ``lengths`` divides the sums by the choices' lengths (tokens or characters, as the task has it),
+    so that a long ending is not punished for its length.
     """
-    scores = [sum(tokens) / (len(tokens) if length_normalised else 1) for tokens in log_probs]
+    scores = [
+        sum(tokens) / n
+        for tokens, n in zip(log_probs, lengths or [1] * len(log_probs), strict=True)
+    ]
     return int(np.argmax(scores))
 
 

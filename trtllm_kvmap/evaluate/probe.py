@@ -40,8 +40,8 @@ class Script:
         self.tree = TokenTree()
         self.choices = [
             [
-                self.tree.add(question.stem + choice)[len(question.stem) :]
-                for choice in question.choices
+                self.tree.add(question.stem + choice)[len(question.stem) + given :]
+                for choice, given in zip(question.choices, question.skipped, strict=True)
             ]
             for question in item.questions
         ]

@@ -12,11 +12,18 @@ from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.evaluate.arms import Refused, copy_map, make_arms, mapped_arm
 from trtllm_kvmap.evaluate.bootstrap import draw
 from trtllm_kvmap.evaluate.controls import check_wrong_document, run_controls
+from trtllm_kvmap.evaluate.gates import Gates, judge_gates
 from trtllm_kvmap.evaluate.items import Item, require_unseen
 from trtllm_kvmap.evaluate.kv_error import KvError
 from trtllm_kvmap.evaluate.reading import Outcome, judge, read_item
 from trtllm_kvmap.evaluate.report import Report
-from trtllm_kvmap.evaluate.summary import Draws, arm_figures, mean_cosines
+from trtllm_kvmap.evaluate.summary import (
+    Draws,
+    arm_figures,
+    chance,
+    context_by_context,
+    mean_cosines,
+)
 from trtllm_kvmap.inject.hf_cache import view_pool
 from trtllm_kvmap.models import LoadedModel
 
@@ -41,7 +48,8 @@ class EvaluationConfig:
         default=16, metadata={"help": "greedy tokens compared with the target's own"}
     )
     length_normalised: bool = field(
-        default=False, metadata={"help": "score choices by the mean over their tokens"}
+        default=False,
+        metadata={"help": "divide the score of a choice by its length (see docs/tasks.md)"},
     )
     resamples: int = field(default=2000, metadata={"help": "draws of the bootstrap"})
     backend: str = field(default="cpu", metadata={"help": "which backend runs the map"})
@@ -64,8 +72,10 @@ def evaluate(
     items: Sequence[Item],
     config: EvaluationConfig,
     on_item: Callable[[int, int], None] | None = None,
+    gates: Gates = Gates(),  # noqa: B008 - frozen
 ) -> Report:
-    """The report of ``kvmap`` on ``items``; ``on_item(done, total)`` is called after each.
+    """The report of ``kvmap`` on ``items``; ``on_item(done, total)`` is called after each. The
+    ``gates`` are declared here, before anything was seen, and judged in the report.
 
     Raises UnprovenError when a control fails, MismatchError for other models than the map's, and
     InputError for items that chose the map, that lack what ``config.metric`` needs, or that are
@@ -107,7 +117,7 @@ def evaluate(
             on_item(index + 1, len(items))
     figures = _figures(outcomes, refused, items, config)
     controls["wrong_document"] = check_wrong_document(figures)
-    return _report(bridge, figures, outcomes, controls, kv_error, items, config)
+    return _report(bridge, figures, outcomes, controls, kv_error, items, config, gates)
 
 
 def require_scorable(items: Sequence[Item], metric: str) -> None:
@@ -163,6 +173,7 @@ def _report(
     kv_error: KvError,
     items: Sequence[Item],
     config: EvaluationConfig,
+    gates: Gates,
 ) -> Report:
     arm = mapped_arm(config.repair_window)
     chosen = figures[arm]
@@ -179,6 +190,14 @@ def _report(
         attention_cosine=mean_cosines([outcome.cosines for outcome in outcomes[arm]]),
         kv_error=kv_error.to_json(),
         controls=controls,
+        gates=judge_gates(gates, chosen, figures["source"]),
+        chance=chance([outcome.score for outcome in outcomes[arm]]),
+        contexts=context_by_context(
+            {name: [o.score for o in outcomes[name]] for name in ("source", arm, "target")},
+            lengths,
+            config.metric,
+        ),
+        latency=None,
         config={
             "source": bridge.source.name,
             "target": bridge.target.name,

@@ -40,9 +40,10 @@ def score(script: Script, answers: Answers, native: Answers, *, length_normalise
     for question, predictors in zip(item.questions, script.choices, strict=True):
         log_probs = [
             answers.token_log_probs(nodes, choice).tolist()
-            for nodes, choice in zip(predictors, question.choices, strict=True)
+            for nodes, choice in zip(predictors, question.scored, strict=True)
         ]
-        correct += best_choice(log_probs, length_normalised=length_normalised) == question.label
+        lengths = question.lengths if length_normalised else None
+        correct += best_choice(log_probs, lengths) == question.label
     top1, native_top1 = (a.top1(script.continuation) for a in (answers, native))
     return Score(
         correct=correct,

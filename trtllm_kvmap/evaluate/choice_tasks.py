@@ -1,0 +1,184 @@
+"""Multiple-choice benchmarks as published, worded and scored as lm-evaluation-harness does.
+
+Everything up to the choices is the context that is handed over. Each choice is scored by its
+log-probability after it; ``length_normalised`` divides that by the choice's length in characters
+(the field's `acc_norm`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from trtllm_kvmap.errors import InputError
+from trtllm_kvmap.evaluate.items import Item, Question
+from trtllm_kvmap.evaluate.task_config import TaskConfig
+from trtllm_kvmap.evaluate.task_records import Record, read_records
+from trtllm_kvmap.evaluate.task_text import Tokenizer, encode, encode_after
+
+LETTERS = ("A", "B", "C", "D")
+MMLU_COLUMNS = ("question", *LETTERS, "answer")
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """One question in words. Each choice follows ``context`` after a space; of ``choices[i]`` the
+    words ``given[i]`` at its front are read and not scored (empty: all of it is scored).
+    """
+
+    context: str
+    choices: tuple[str, ...]
+    label: int
+    given: tuple[str, ...] = ()
+
+
+def hellaswag(record: Record) -> Choices:
+    """HellaSwag (Zellers et al. 2019): ``ctx, endings, label`` and, in the original file,
+    ``activity_label``, which then stands before the context.
+    """
+    endings = record.texts("endings")
+    label = record.label("label", [str(i) for i in range(len(endings))])
+    context = record.text("ctx")
+    if "activity_label" in record:
+        context = f"{record.text('activity_label')}: {context}"
+    return Choices(_plain(context), tuple(_plain(ending) for ending in endings), label)
+
+
+def piqa(record: Record) -> Choices:
+    """PIQA (Bisk et al. 2020): ``goal, sol1, sol2``; the label is the field ``label``, or that line
+    of the file `<name>-labels.lst` beside it.
+    """
+    if "label" not in record:
+        raise InputError(
+            f"{record.where}: the field `label` is missing, and there is no file "
+            f"<name>-labels.lst beside it that has this line."
+        )
+    solutions = record.text("sol1"), record.text("sol2")
+    return Choices(_asked(record.text("goal")), solutions, record.label("label", ("0", "1")))
+
+
+def arc(record: Record) -> Choices:
+    """ARC (Clark et al. 2018): ``question.stem``, ``question.choices`` of ``text`` and ``label``,
+    ``answerKey``; or the flat form in which ``question`` is text and ``choices`` holds two lists.
+    """
+    if isinstance(record.fields.get("question"), str):
+        stem, choices = record.text("question"), record.object("choices")
+        texts, labels = choices.texts("text"), choices.texts("label")
+        if len(texts) != len(labels):
+            choices.refuse("label", f"needs {len(texts)} entries, one for each text")
+    else:
+        question = record.object("question")
+        stem, listed = question.text("stem"), question.objects("choices")
+        texts = [choice.text("text") for choice in listed]
+        labels = [choice.text("label") for choice in listed]
+    return Choices(_asked(stem), tuple(texts), record.label("answerKey", labels))
+
+
+def winogrande(record: Record) -> Choices:
+    """WinoGrande (Sakaguchi et al. 2020): ``sentence`` with one ``_``, ``option1``, ``option2`` and
+    ``answer``.
+
+    Scored as Trinh and Le (2018) do: either option is put in, and only what follows it is scored,
+    so that a rare name costs nothing.
+    """
+    sentence = record.text("sentence")
+    before, blank, after = sentence.partition("_")
+    if not blank or not before.strip() or not after.strip():
+        record.refuse("sentence", f"needs words on both sides of one _, got {sentence!r}")
+    options = record.text("option1"), record.text("option2")
+    return Choices(
+        before.rstrip(),
+        tuple(f"{option}{after.rstrip()}" for option in options),
+        record.label("answer", ("1", "2")),
+        given=options,
+    )
+
+
+def mmlu(record: Record) -> Choices:
+    """MMLU (Hendrycks et al. 2021): rows of question, four choices and a letter (.csv), or
+    ``question, choices, answer`` with a number from 0 (JSON) and perhaps ``subject``. The letter is
+    what is scored.
+    """
+    if "choices" in record:
+        texts, known = record.texts("choices"), [str(i) for i in range(len(LETTERS))]
+    else:
+        texts, known = [record.text(letter) for letter in LETTERS], list(LETTERS)
+    if len(texts) != len(LETTERS):
+        record.refuse("choices", f"needs {len(LETTERS)} texts, got {len(texts)}")
+    subject = record.text("subject").replace("_", " ") if "subject" in record else ""
+    head = "The following are multiple choice questions (with answers)"
+    lines = [
+        *([f"{head} about {subject}.", ""] if subject else []),
+        record.text("question").strip(),
+        *(f"{letter}. {text}" for letter, text in zip(LETTERS, texts, strict=True)),
+        "Answer:",
+    ]
+    return Choices("\n".join(lines), LETTERS, record.label("answer", known))
+
+
+READERS: dict[str, Callable[[Record], Choices]] = {
+    "hellaswag": hellaswag,
+    "piqa": piqa,
+    "arc": arc,
+    "winogrande": winogrande,
+    "mmlu": mmlu,
+}
+# Whose published accuracy is the length-normalised one.
+NORMALISED = frozenset({"hellaswag", "piqa", "arc"})
+
+
+def choice_items(config: TaskConfig, tokenizer: Tokenizer) -> list[Item]:
+    """The items of a task of READERS; the right choice is also the continuation. Raises InputError,
+    naming line and field, for the first record that is not the task's.
+    """
+    records = islice(_records(config), config.skip, config.skip + config.num_items)
+    items = []
+    for record in records:
+        choices = READERS[config.task](record)
+        try:
+            items.append(_item(choices, tokenizer))
+        except InputError as error:
+            raise InputError(f"{record.where}: {error}") from error
+    return items
+
+
+def _item(asked: Choices, tokenizer: Tokenizer) -> Item:
+    tokens = [encode_after(tokenizer, asked.context, f" {choice}") for choice in asked.choices]
+    given = [len(encode_after(tokenizer, asked.context, f" {words}")) for words in asked.given]
+    unscored = [len(words) for words in asked.given] or [0] * len(tokens)
+    question = Question(
+        stem=(),
+        choices=tuple(tokens),
+        label=asked.label,
+        given=tuple(given),
+        characters=tuple(len(c) - n for c, n in zip(asked.choices, unscored, strict=True)),
+    )
+    return Item(encode(tokenizer, asked.context), (question,), tokens[asked.label])
+
+
+def _records(config: TaskConfig) -> Iterator[Record]:
+    columns = MMLU_COLUMNS if config.task == "mmlu" else ()
+    records = read_records(config.task, config.data, columns)
+    labels = Path(config.data).with_suffix("").as_posix() + "-labels.lst"
+    if config.task != "piqa" or not Path(labels).is_file():
+        yield from records
+        return
+    lines = Path(labels).read_text(encoding="utf-8").split()
+    for record in records:
+        label = {"label": lines[record.number]} if record.number < len(lines) else {}
+        yield Record(record.where, record.number, {**label, **record.fields})
+
+
+def _asked(question: str) -> str:
+    return f"Question: {question.strip()}\nAnswer:"
+
+
+def _plain(text: str) -> str:
+    """Without the marks that WikiHow pages left in HellaSwag: `[title]` starts a sentence, other
+    bracketed words are layout.
+    """
+    text = re.sub(r"\s*\[title\]\s*", ". ", text.strip())
+    return re.sub(r"\s{2,}", " ", re.sub(r"\[[^\]]*\]", "", text)).strip()

@@ -1,0 +1,103 @@
+"""Conversations with known answers: CoQA as published, or the tiny family's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+
+from trtllm_kvmap.errors import InputError
+from trtllm_kvmap.evaluate.items import Item
+from trtllm_kvmap.evaluate.task_config import TaskConfig
+from trtllm_kvmap.evaluate.task_records import Record, read_records
+from trtllm_kvmap.evaluate.task_text import Tokenizer, encode, encode_bare
+from trtllm_kvmap.tiny.documents import FACT_TOKENS, FRAME_TOKENS, make_document
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What is asked and the right answer, token ids; neither is empty."""
+
+    asked: tuple[int, ...]
+    answer: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A text that is read first, and the turns about it."""
+
+    opening: tuple[int, ...]
+    turns: tuple[Turn, ...]
+
+
+def read_conversations(config: TaskConfig, tokenizer: Tokenizer) -> list[Conversation]:
+    """The conversations of the task ``coqa`` or ``tiny``, at most ``num_items``. Raises InputError
+    for another task, and as the task's reader does.
+    """
+    if config.task == "coqa":
+        return list(_coqa(config, tokenizer))
+    if config.task == "tiny":
+        return list(_tiny(config, tokenizer))
+    raise InputError(f"The task {config.task!r} has no conversations; coqa and tiny have.")
+
+
+def coqa_items(config: TaskConfig, tokenizer: Tokenizer) -> list[Item]:
+    """CoQA (Reddy et al. 2019) as single items: the story with every turn but the last and the last
+    question is the context, its answer the continuation.
+    """
+    items = []
+    for talk in _coqa(config, tokenizer):
+        told = [token for turn in talk.turns[:-1] for token in (*turn.asked, *turn.answer)]
+        last = talk.turns[-1]
+        items.append(Item((*talk.opening, *told, *last.asked), continuation=last.answer))
+    return items
+
+
+def _coqa(config: TaskConfig, tokenizer: Tokenizer) -> Iterator[Conversation]:
+    records = read_records(config.task, config.data)
+    for record in islice(records, config.skip, config.skip + config.num_items):
+        try:
+            yield Conversation(
+                encode(tokenizer, record.text("story").strip()),
+                tuple(
+                    Turn(
+                        encode_bare(tokenizer, f"\n\nQ: {question}\n\nA:"),
+                        encode_bare(tokenizer, f" {answer}"),
+                    )
+                    for question, answer in _turns(record)
+                ),
+            )
+        except InputError as error:
+            raise InputError(
+                str(error) if record.where in str(error) else f"{record.where}: {error}"
+            ) from error
+
+
+def _turns(record: Record) -> list[tuple[str, str]]:
+    questions, answers = record.objects("questions"), record.objects("answers")
+    if len(questions) != len(answers) or not questions:
+        record.refuse("answers", f"needs one for each of the {len(questions)} questions")
+    return [
+        (question.text("input_text").strip(), answer.text("input_text").strip())
+        for question, answer in zip(questions, answers, strict=True)
+    ]
+
+
+def _tiny(config: TaskConfig, tokenizer: Tokenizer) -> Iterator[Conversation]:
+    """One document and ``questions`` turns about it; every answer is one name."""
+    for index in range(config.skip, config.skip + config.num_items):
+        rng = np.random.default_rng([config.seed, index])
+        facts = min(16, (config.context_tokens - FRAME_TOKENS) // FACT_TOKENS)
+        document = make_document(rng, config.context_tokens, facts, config.questions)
+        yield Conversation(
+            encode_bare(tokenizer, document.text),
+            tuple(
+                Turn(
+                    encode_bare(tokenizer, question.stem),
+                    encode_bare(tokenizer, question.choices[question.label]),
+                )
+                for question in document.questions
+            ),
+        )

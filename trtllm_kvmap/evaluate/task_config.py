@@ -1,0 +1,32 @@
+"""Which items to read. The fields are flags of every verb that reads items."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class TaskConfig:
+    """Which items to read. Equal configurations give equal items; different ``skip`` (or seeds of
+    a generated task) give different ones.
+    """
+
+    task: str = field(
+        default="tiny", metadata={"help": "tiny, text, or a task of docs/tasks.md (hellaswag ...)"}
+    )
+    data: str = field(
+        default="", metadata={"help": "the task's file (tiny and generated tasks need none)"}
+    )
+    num_items: int = field(default=60, metadata={"help": "how many items to read"})
+    skip: int = field(default=0, metadata={"help": "how many items to leave out before them"})
+    context_tokens: int = field(
+        default=1024,
+        metadata={"help": "longest context of tiny, every context of text and generated tasks"},
+    )
+    scored_tokens: int = field(
+        default=40, metadata={"help": "length of the scored continuation of tiny and text"}
+    )
+    questions: int = field(
+        default=6, metadata={"help": "questions per document of tiny and generated tasks"}
+    )
+    seed: int = field(default=0, metadata={"help": "draws the documents of generated tasks"})
