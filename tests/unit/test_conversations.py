@@ -47,9 +47,10 @@ def test_coqa_is_read_turn_by_turn(tmp_path: Path) -> None:
 def test_a_coqa_item_asks_the_last_question_after_all_others(tmp_path: Path) -> None:
     tokenizer = FakeWordTokenizer()
     (item,) = read_items(coqa(tmp_path, TALK), tokenizer)
-    words = tokenizer.decode(item.context).split()
-    assert words[:10] == "<bos> The mill burned down. Ben had built it. Q:".split()
-    assert words[10:] == "What burned? A: the mill Q: Who built it? A:".split()
+    assert " ".join(tokenizer.decode(item.context).split()) == (
+        "<bos> The mill burned down. Ben had built it. Q: What burned? A: the mill "
+        "Q: Who built it? A:"
+    )
     assert tokenizer.decode(item.continuation) == "Ben"
 
 

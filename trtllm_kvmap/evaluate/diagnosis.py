@@ -48,8 +48,9 @@ class TokenError:
 
 @dataclass(frozen=True, slots=True)
 class LengthRow:
-    """The map on contexts of ``tokens`` tokens; ``beyond_calibration``: longer than any that it was
-    fitted on (None: the map does not say). The losses are nats per token.
+    """The map on contexts of at most ``tokens`` tokens; ``beyond_calibration``: the longest of them
+    is longer than any document that the map was fitted on (None: it does not say). The losses are
+    nats per token.
     """
 
     tokens: int

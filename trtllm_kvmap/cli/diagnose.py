@@ -1,0 +1,70 @@
+"""`trtllm-kvmap diagnose`"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trtllm_kvmap.artifact.kvmap import KvMap
+from trtllm_kvmap.artifact.whole import require_writable
+from trtllm_kvmap.cli.app import (
+    JsonOption,
+    SourceOption,
+    TargetOption,
+    console,
+    progress,
+    verb,
+    write_json,
+)
+from trtllm_kvmap.cli.flags import config_flags
+from trtllm_kvmap.evaluate.diagnose import diagnose as run_diagnosis
+from trtllm_kvmap.evaluate.diagnosis import tables
+from trtllm_kvmap.evaluate.run import EvaluationConfig
+from trtllm_kvmap.evaluate.tasks import TaskConfig, read_items
+from trtllm_kvmap.models import load_model
+
+
+@verb
+@config_flags(task_config=TaskConfig, config=EvaluationConfig)
+def diagnose(
+    kvmap: Annotated[Path, typer.Argument(help="a .kvmap.safetensors file")],
+    source: SourceOption,
+    target: TargetOption,
+    task_config: TaskConfig,
+    config: EvaluationConfig,
+    length: Annotated[
+        list[int] | None,
+        typer.Option(help="also judge contexts of so many tokens (repeat for more)"),
+    ] = None,
+    json: JsonOption = None,
+) -> None:
+    """Say where a map goes wrong: which keys, values, layers, heads, positions and lengths."""
+    if json is not None:
+        require_writable(json)
+    loaded = KvMap.load(kvmap, allow_unproven=True)
+    source_model, target_model = load_model(source), load_model(target)
+    items = read_items(task_config, target_model.tokenizer)
+    longer = {
+        tokens: read_items(replace(task_config, context_tokens=tokens), target_model.tokenizer)
+        for tokens in length or ()
+    }
+    with progress() as bar:
+        task = bar.add_task("diagnose", total=len(items))
+        diagnosis = run_diagnosis(
+            loaded,
+            source_model,
+            target_model,
+            items,
+            config,
+            longer,
+            on_item=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    for table in tables(diagnosis):
+        console.print(table)
+        console.print()
+    for name, reason in diagnosis.refused.items():
+        console.print(f"{name}: not run, {reason}", highlight=False)
+    write_json(json, diagnosis.to_json())
