@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.decode.generate import generate
 from trtllm_kvmap.decode.prefill import prefill
 from trtllm_kvmap.evaluate.items import Item
+from trtllm_kvmap.evaluate.latency import measure_latency
+from trtllm_kvmap.evaluate.markdown import markdown
 from trtllm_kvmap.evaluate.page import html
 from trtllm_kvmap.evaluate.report import Report, evidence
 from trtllm_kvmap.evaluate.run import EvaluationConfig, evaluate
@@ -95,11 +97,14 @@ def run_pair(source_name: str, target_name: str, out: Path, on_progress: Progres
     )
     items = tiny_items(target, REPORT_ITEMS, REPORT_SEED)
     report = evaluate(chosen, source, target, items, JUDGED, on_item=stage("evaluate"))
+    bridge = KvBridge(chosen, source=source, target=target)
+    report = replace(report, latency=measure_latency(bridge, source, items, JUDGED))
     proven = chosen.with_evidence(evidence(report))
     map_file = folder / f"{pair}.kvmap.safetensors"
     proven.save(map_file)
     report.save(folder / "report.json")
     write_text(folder / "report.html", html(report))
+    write_text(folder / "report.md", markdown(report))
     told = tell(KvMap.load(map_file), source, target, items[0])
     return PairDemo(report, told, sorted(folder.iterdir()))
 

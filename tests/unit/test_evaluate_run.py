@@ -72,6 +72,10 @@ def test_report_json_keeps_its_contract(report: Report) -> None:
         "attention_cosine",
         "kv_error",
         "controls",
+        "gates",
+        "chance",
+        "contexts",
+        "latency",
         "config",
         "fingerprints",
         "kvmap",
@@ -112,9 +116,28 @@ def test_report_json_keeps_its_contract(report: Report) -> None:
         "num_items": 3,
         "context_tokens": {"shortest": 45, "longest": 75},
     }
+    assert [gate["name"] for gate in content["gates"]] == [
+        "retention",
+        "perplexity_ratio",
+        "top1_agreement",
+    ]
+    for gate in content["gates"]:
+        assert gate["figure"] == chosen[gate["name"]]
+        assert gate["source"] == content["arms"]["source"][gate["name"]]
+    assert content["latency"] is None
     assert set(content["fingerprints"]) == {"source", "target"}
     assert set(content["kvmap"]) == {"scope", "parameters", "fitted"}
     assert Report.from_json(content) == report
+
+
+def test_contexts_are_paired_and_guessing_has_its_accuracy(report: Report) -> None:
+    found = report.contexts
+    assert found["tokens"] == [60, 45, 75]
+    assert set(found["metric"]) == {"source", "mapped_repaired_32", "target"}
+    # Two questions a context: the mean over contexts is the mean over questions.
+    for name, values in found["metric"].items():
+        assert np.mean(values) == pytest.approx(report.arms[name]["accuracy"]["value"])
+    assert report.chance == pytest.approx((1 / 3 + 1 / 2) / 2)  # three choices, and two
 
 
 def test_native_arms_are_perfect_and_equal(report: Report) -> None:

@@ -9,12 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from markdown_it import MarkdownIt
 from rich.console import Console
 
-from trtllm_kvmap.errors import FormatError
+from trtllm_kvmap.errors import FormatError, InputError
+from trtllm_kvmap.evaluate.gates import Gates, judge_gates
+from trtllm_kvmap.evaluate.latency import STAGES, break_even, ratios
+from trtllm_kvmap.evaluate.markdown import markdown
 from trtllm_kvmap.evaluate.page import html
 from trtllm_kvmap.evaluate.report import Report, table
+from trtllm_kvmap.evaluate.sections import sections
 
+# Seconds of each stage at two lengths, and the native target's.
+SECONDS = {stage: [0.01, 0.02] for stage in STAGES} | {
+    "target_prefill": [0.03, 0.19],
+    "target_first_step": [0.01, 0.01],
+}
 VOID = {"meta", "link", "br", "hr", "img", "input", "path", "rect", "line", "use"}
 
 
@@ -54,6 +64,8 @@ def report() -> Report:
     }
     fit = {"scope": "slice", "k": 4, "n": 12, "ridge": 1e-3, "fields": "same"}
     chosen = {"config": fit, "parameters": 123456, "r2_key": 0.76, "r2_value": 0.59, "nll": 1.93}
+    chosen["attention_cosine"] = 0.93
+    layer_r2 = {"key": [[0.5, 0.9], [0.25, None]], "value": [[0.4, 0.3], [0.2, 0.1]]}
     candidates = [
         {**chosen, "accuracy": 0.8, "gap_recovered": 0.7, "chosen": True, "refused": None},
         {
@@ -84,8 +96,24 @@ def report() -> Report:
             "num_items": 60,
             "context_tokens": {"shortest": 256, "longest": 1024},
         },
+        gates=judge_gates(Gates(), arms["mapped_repaired_32"], arms["source"]),
+        chance=0.25,
+        contexts={
+            "tokens": [256, 512, 1024],
+            "metric": {
+                "source": [0.5, 0.25, 0.75],
+                "mapped_repaired_32": [0.75, 0.25, None],
+                "target": [1.0, 0.75, 1.0],
+            },
+        },
+        latency={"lengths": [256, 1024], "rounds": 3, "threads": 2, "seconds": SECONDS}
+        | ratios(SECONDS),
         fingerprints={"source": {"weights": "aa" * 32}, "target": {"weights": "bb" * 32}},
-        kvmap={"scope": "slice", "parameters": 123456, "fitted": {"candidates": candidates}},
+        kvmap={
+            "scope": "slice",
+            "parameters": 123456,
+            "fitted": {"candidates": candidates, "layer_r2": layer_r2},
+        },
     )
 
 
@@ -145,8 +173,16 @@ def test_the_page_is_whole(report: Report) -> None:
         assert part in page.text
     for part in ("123,456", "12 slices", "4 layers", "head needs equal <KV heads>", "aa" * 32):
         assert part in page.text
-    labels = [value for name, value in page.attributes if name == "aria-label"]
-    assert labels == ["accuracy of every arm", "attention-output cosine by layer"]
+    labels = {value or "" for name, value in page.attributes if name == "aria-label"}
+    starts = (
+        "accuracy of every arm",
+        "accuracy of single",
+        "Cosine by",
+        "R2 of keys:",
+        "R2 of val",
+    )
+    for start in (*starts, "Steps of a hand-over", "Break-even"):
+        assert any(label.startswith(start) for label in labels), start
 
 
 def test_equal_reports_give_equal_pages(report: Report) -> None:
@@ -162,8 +198,10 @@ def test_a_report_of_losses_alone_has_a_page_and_a_table(report: Report) -> None
     report.config["metric"] = "nll"
     report.kvmap["fitted"].pop("candidates")
     page = read_page(report)
-    assert "nll of every arm" in [value for _, value in page.attributes]
-    assert "accuracy" not in printed(report)
+    report.contexts["metric"] = {name: [2.0] for name in report.contexts["metric"]}
+    page = read_page(report)
+    assert any((value or "").startswith("nll of every arm") for _, value in page.attributes)
+    assert "accuracy" not in printed(report).split("gate")[0]
 
 
 def printed(report: Report) -> str:
@@ -209,3 +247,70 @@ def test_a_report_is_written_and_read(report: Report, tmp_path: Path) -> None:
     path.write_text(json.dumps({**report.to_json(), "more": 1}))
     with pytest.raises(FormatError, match="exactly the entries"):
         Report.load(path)
+
+
+def test_gates_judge_the_figure_and_its_whole_interval() -> None:
+    def judged(value: float | None, low: float | None, high: float | None) -> list[tuple]:
+        entry = {"value": value, "low": low, "high": high}
+        names = ("retention", "perplexity_ratio", "top1_agreement")
+        gates = judge_gates(Gates(), dict.fromkeys(names, entry), dict.fromkeys(names, entry))
+        return [(gate["verdict"], gate["clear"]) for gate in gates]
+
+    # At least 0.8, at most 1.25, at least 0.8.
+    assert judged(0.9, 0.85, 0.95) == [("pass", True), ("pass", True), ("pass", True)]
+    assert judged(0.9, 0.75, 0.95) == [("pass", False), ("pass", True), ("pass", False)]
+    assert judged(1.3, 1.2, 1.4) == [("pass", True), ("fail", False), ("pass", True)]
+    assert judged(0.7, 0.6, 0.75) == [("fail", True), ("pass", True), ("fail", True)]
+    assert judged(0.8, None, None) == [("pass", False), ("pass", False), ("pass", False)]
+    assert judged(None, None, None) == [("not measured", False)] * 3
+    with pytest.raises(InputError, match="max_perplexity_ratio"):
+        Gates(max_perplexity_ratio=float("nan"))
+
+
+def test_ratios_and_break_even_follow_the_formula() -> None:
+    found = ratios(SECONDS)
+    # Native: 0.03 + 0.01 and 0.19 + 0.01; six stages of 0.01 and 0.02, the first the source's.
+    assert found["cold"] == pytest.approx([0.06 / 0.04, 0.12 / 0.20])
+    assert found["warm"] == pytest.approx([0.05 / 0.04, 0.10 / 0.20])
+    assert break_even([100, 200, 400], [2.0, 1.5, 0.5]) == pytest.approx(300)
+    assert break_even([100, 200, 400], [0.9, 1.5, 0.5]) == pytest.approx(300)  # for good
+    assert break_even([100, 200], [0.5, 0.4]) == 100
+    assert break_even([100, 200], [0.5, 1.4]) is None
+    assert break_even([], []) is None
+
+
+def test_page_and_markdown_hold_every_cell_of_every_section(report: Report) -> None:
+    page, document = read_page(report), MarkdownIt("gfm-like", {"linkify": False})
+    rendered = Page()
+    rendered.feed(document.render(markdown(report)))
+    for section in sections(report):
+        for grid in section.grids:
+            for text in (section.title, *grid.header, *(cell for row in grid.rows for cell in row)):
+                assert text in page.text
+                assert text in rendered.text
+
+
+HOSTILE = (
+    "<script>alert(1)</script>\"'><img src=x onerror=alert(2)> [a](javascript:alert(3)) $\\x$ |"
+)
+
+
+def test_hostile_names_and_documents_stay_text(report: Report) -> None:
+    config, fitted = report.config, report.kvmap["fitted"]
+    config["source"] = config["target"] = HOSTILE
+    arm = report.arms.pop("mapped_repaired_32")
+    report.arms[HOSTILE] = arm
+    config["arm"] = HOSTILE
+    report.contexts["metric"][HOSTILE] = report.contexts["metric"].pop("mapped_repaired_32")
+    report.arms["copy"]["refused"] = report.controls[HOSTILE] = HOSTILE
+    report.fingerprints[HOSTILE] = {HOSTILE: HOSTILE}
+    fitted["candidates"][1]["refused"] = fitted["candidates"][0]["config"]["fields"] = HOSTILE
+    report.gates[0]["name"] = HOSTILE
+    page, rendered = read_page(report), Page()
+    source = markdown(report)
+    rendered.feed(MarkdownIt("gfm-like", {"linkify": False}).render(source))
+    for read in (page, rendered):
+        assert read.open == []
+        assert not read.tags & {"script", "img", "a", "iframe"}
+        assert not [name for name, _ in read.attributes if name.startswith("on")]
+        assert " ".join(HOSTILE.split()) in " ".join(read.text.split())

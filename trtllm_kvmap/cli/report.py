@@ -7,22 +7,35 @@ from typing import Annotated
 
 import typer
 
-from trtllm_kvmap.artifact.whole import write_text
+from trtllm_kvmap.artifact.whole import require_writable, write_text
 from trtllm_kvmap.cli.app import JsonOption, console, verb, write_json
+from trtllm_kvmap.evaluate.markdown import markdown as document
 from trtllm_kvmap.evaluate.page import html as page
 from trtllm_kvmap.evaluate.report import Report, table
+
+HtmlOption = Annotated[Path | None, typer.Option(help="write the report here as one page")]
+MarkdownOption = Annotated[Path | None, typer.Option(help="write the report here as Markdown")]
 
 
 @verb
 def report(
     report: Annotated[Path, typer.Argument(help="a report.json that evaluate wrote")],
-    html: Annotated[Path | None, typer.Option(help="write the page here")] = None,
+    html: HtmlOption = None,
+    markdown: MarkdownOption = None,
     json: JsonOption = None,
 ) -> None:
-    """Show a report again: the table of arms, and the page if asked."""
+    """Show a report again: the table of arms, and the page or the Markdown if asked."""
     loaded = Report.load(report)
+    for path in filter(None, (html, markdown, json)):
+        require_writable(path)
     console.print(table(loaded))
     write_json(json, loaded.to_json())
-    if html is not None:
-        write_text(html, page(loaded))
-        console.print(f"Wrote {html}", highlight=False)
+    write_report(loaded, html, markdown)
+
+
+def write_report(report: Report, html: Path | None, markdown: Path | None) -> None:
+    """The page and the Markdown, each where a path is given."""
+    for path, render in ((html, page), (markdown, document)):
+        if path is not None:
+            write_text(path, render(report))
+            console.print(f"Wrote {path}", highlight=False)

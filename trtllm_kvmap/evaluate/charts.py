@@ -1,19 +1,27 @@
-"""The report's charts as inline SVG: text stays text, and nothing is loaded from anywhere."""
+"""The report's charts as inline SVG: text stays text, and colours are the page's."""
 
 from __future__ import annotations
 
+import html
 import io
 import re
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import matplotlib
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from trtllm_kvmap.evaluate.report import Report
+from trtllm_kvmap.evaluate.latency import STAGES
+from trtllm_kvmap.evaluate.report import Report, scored_arms
 
-INK, MUTED, ACCENT = "#1c2733", "#a9b4c0", "#2f6f9f"
+# What the page replaces by its own variables, so that charts are read on light and dark alike.
+INK, MUTED, ACCENT = "#1c2733", "#8a97a4", "#2f6f9f"
+VARIABLES = {INK: "var(--ink)", MUTED: "var(--faint)", ACCENT: "var(--accent)"}
+STAGE_COLOURS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377")
+WIDTH = 5.0  # inches: as wide as a phone, so that text keeps its size there
 STYLE: Any = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
@@ -25,55 +33,185 @@ STYLE: Any = {
     "axes.labelcolor": INK,
     "xtick.color": INK,
     "ytick.color": INK,
+    "legend.frameon": False,
 }
+METRICS = {"accuracy": "accuracy", "nll": "loss, nats per token (less is better)"}
+SLOPES = 200  # lines of single contexts; more would be one grey area
 
 
-def bars_of_arms(report: Report) -> str:
+def bars_of_arms(report: Report, alt: str) -> str:
     """One bar per arm with its interval, in the report's metric; the two models alone as lines."""
     metric = report.config["metric"]
-    arms = {name: arm[metric] for name, arm in report.arms.items() if "refused" not in arm}
-    arms = {name: entry for name, entry in arms.items() if entry["value"] is not None}
+    arms = {
+        name: arm[metric]
+        for name, arm in scored_arms(report).items()
+        if arm[metric]["value"] is not None
+    }
     with _style("arms"):
-        figure = Figure(figsize=(7.2, 0.8 + 0.32 * len(arms)), layout="constrained")
-        axes = figure.add_subplot()
-        names, values = list(arms), [entry["value"] for entry in arms.values()]
+        figure, axes = _figure(0.8 + 0.3 * len(arms))
         errors = [_reach(entry) for entry in arms.values()]
-        colours = [ACCENT if name == report.config["arm"] else MUTED for name in names]
         axes.barh(
-            names,
-            values,
-            color=colours,
+            range(len(arms)),
+            [entry["value"] for entry in arms.values()],
+            color=[ACCENT if name == report.config["arm"] else MUTED for name in arms],
             xerr=[[low for low, _ in errors], [high for _, high in errors]],
             error_kw={"ecolor": INK, "elinewidth": 1, "capsize": 2},
         )
+        axes.set_yticks(range(len(arms)), [_plain(name) for name in arms])
         for name, style in (("target", "-"), ("source", "--")):
             if name in arms:
                 axes.axvline(arms[name]["value"], color=INK, linewidth=0.8, linestyle=style)
+        _chance(report, axes.axvline)
         axes.invert_yaxis()
         axes.tick_params(axis="y", length=0)
-        axes.set_xlabel(
-            "accuracy" if metric == "accuracy" else "loss, nats per token (less is better)"
+        axes.set_xlabel(METRICS[metric])
+        return _svg(figure, alt)
+
+
+def slopes(report: Report, alt: str) -> str:
+    """A line for every context from the source alone over the judged arm to the native target; the
+    figures over all contexts, with their intervals, on top.
+    """
+    metric, arm = report.config["metric"], report.config["arm"]
+    names = ["source", arm, "target"]
+    rows = list(zip(*(report.contexts["metric"][name] for name in names), strict=True))
+    with _style("slopes"):
+        figure, axes = _figure(3.2)
+        for row in [row for row in rows if None not in row][:SLOPES]:
+            axes.plot(range(3), row, color=MUTED, linewidth=0.6, alpha=0.5)
+        whole = [report.arms[name][metric] for name in names]
+        errors = [_reach(entry) for entry in whole]
+        axes.errorbar(
+            range(3),
+            [entry["value"] for entry in whole],
+            yerr=[[low for low, _ in errors], [high for _, high in errors]],
+            color=ACCENT,
+            linewidth=2,
+            marker="o",
+            capsize=3,
         )
-        return _svg(figure, f"{metric} of every arm")
+        _chance(report, axes.axhline)
+        axes.set_xticks(range(3), ["source alone", _plain(arm), "target"])
+        axes.set_ylabel(METRICS[metric])
+        axes.set_xlim(-0.35, 2.35)
+        return _svg(figure, alt)
 
 
-def cosine_by_layer(report: Report) -> str:
-    """The attention-output cosine of the report's arm against the native target, by layer."""
-    cosines = report.attention_cosine["per_layer"]
-    with _style("cosines"):
-        figure = Figure(figsize=(7.2, 2.6), layout="constrained")
-        axes = figure.add_subplot()
-        axes.plot(range(len(cosines)), cosines, color=ACCENT, marker="o", markersize=4)
+def by_layer(lines: dict[str, Sequence[float | None]], alt: str) -> str:
+    """Cosines by target layer, one line each; they differ in marker and dashes, not in colour."""
+    with _style("layers"):
+        figure, axes = _figure(2.8)
+        looks = ((ACCENT, "o", "-"), (INK, "s", "--"), (INK, "^", ":"))
+        lowest = 0.0
+        for (name, values), (colour, marker, dashes) in zip(lines.items(), looks, strict=False):
+            points = [(i, v) for i, v in enumerate(values) if v is not None]
+            lowest = min([lowest, *(v for _, v in points)])
+            axes.plot(
+                [i for i, _ in points],
+                [v for _, v in points],
+                color=colour,
+                marker=marker,
+                linestyle=dashes,
+                markersize=4,
+                label=name,
+            )
         axes.set_xlabel("target layer")
         axes.set_ylabel("cosine")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set_ylim(min(0.0, *cosines), 1.02)
-        return _svg(figure, "attention-output cosine by layer")
+        axes.set_ylim(lowest, 1.02)
+        figure.legend(loc="outside upper left", ncols=3, fontsize=9)
+        return _svg(figure, alt)
+
+
+def heat(field: str, rows: Sequence[Sequence[float | None]], alt: str) -> str:
+    """R2 of target layers (up) by source layers (across); numbers in the cells of small tables."""
+    with _style(f"heat-{field}"):
+        height = min(4.6, 1.2 + 0.32 * len(rows))
+        figure, axes = _figure(height)
+        numbers = [[float("nan") if v is None else v for v in row] for row in rows]
+        mesh = axes.pcolormesh(numbers, cmap=matplotlib.colormaps["viridis"].resampled(10))
+        mesh.set_clim(0.0, 1.0)
+        if len(rows) * len(rows[0]) <= 64:
+            for y, row in enumerate(rows):
+                for x, value in enumerate(row):
+                    colour = "#000000" if (value or 0.0) > 0.6 else "#ffffff"
+                    said = "-" if value is None else f"{value:.2f}"
+                    axes.text(
+                        x + 0.5, y + 0.5, said, ha="center", va="center", color=colour, fontsize=8
+                    )
+        for axis, count in ((axes.xaxis, len(rows[0])), (axes.yaxis, len(rows))):
+            step = -(-count // 16)
+            axis.set_major_locator(FixedLocator([i + 0.5 for i in range(0, count, step)]))
+            axis.set_major_formatter(FuncFormatter(lambda at, _: str(int(at))))
+        axes.set_xlabel("source layer")
+        axes.set_ylabel("target layer")
+        figure.colorbar(mesh, ax=axes, label="R2")
+        return _svg(figure, alt)
+
+
+def latency_stack(latency: dict[str, Any], alt: str) -> str:
+    """The steps of a hand-over from scratch, stacked, over the native target's time, by length."""
+    lengths, seconds = latency["lengths"], latency["seconds"]
+    native = [
+        a + b for a, b in zip(seconds["target_prefill"], seconds["target_first_step"], strict=True)
+    ]
+    with _style("stack"):
+        figure, axes = _figure(1.3 + 0.34 * len(lengths))
+        start = [0.0] * len(lengths)
+        for stage, colour in zip(STAGES, STAGE_COLOURS, strict=True):
+            shares = [s / n for s, n in zip(seconds[stage], native, strict=True)]
+            label = stage.replace("_", " ")
+            axes.barh(range(len(lengths)), shares, left=start, color=colour, label=label)
+            start = [a + b for a, b in zip(start, shares, strict=True)]
+        axes.axvline(1.0, color=INK, linewidth=1)
+        axes.set_yticks(range(len(lengths)), [f"{length:,}" for length in lengths])
+        axes.set_ylabel("prompt tokens")
+        axes.set_xlabel("time over the native target's (line: equal)")
+        axes.tick_params(axis="y", length=0)
+        figure.legend(loc="outside upper left", ncols=3, fontsize=9)
+        return _svg(figure, alt)
+
+
+def break_even_curve(latency: dict[str, Any], alt: str) -> str:
+    """The hand-over's time over the native target's, against the prompt's length."""
+    lengths = latency["lengths"]
+    with _style("break-even"):
+        figure, axes = _figure(2.8)
+        for name, key, colour, style in (
+            ("source has read the prompt", "warm", ACCENT, "-"),
+            ("source reads it first", "cold", INK, "--"),
+        ):
+            axes.plot(lengths, latency[key], color=colour, linestyle=style, marker="o", label=name)
+        axes.axhline(1.0, color=INK, linewidth=0.8)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_locator(FixedLocator(lengths))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda at, _: f"{round(at):,}"))
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("prompt tokens")
+        axes.set_ylabel("time ratio")
+        figure.legend(loc="outside upper left", ncols=2, fontsize=9)
+        return _svg(figure, alt)
+
+
+def _figure(height: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    return figure, figure.add_subplot()
 
 
 def _style(chart: str) -> AbstractContextManager[None]:
     """Equal reports give equal bytes, and no two charts share an id."""
     return matplotlib.rc_context({**STYLE, "svg.hashsalt": chart})
+
+
+def _chance(report: Report, line: Any) -> None:
+    if report.config["metric"] == "accuracy" and report.chance is not None:
+        line(report.chance, color=INK, linewidth=0.8, linestyle=":")
+
+
+def _plain(text: str) -> str:
+    """A label that matplotlib does not read as mathematics, and that leaves the axes some room."""
+    return (text if len(text) <= 28 else f"{text[:27]}…").replace("$", r"\$")
 
 
 def _reach(entry: dict[str, Any]) -> tuple[float, float]:
@@ -82,7 +220,7 @@ def _reach(entry: dict[str, Any]) -> tuple[float, float]:
     return max(entry["value"] - entry["low"], 0.0), max(entry["high"] - entry["value"], 0.0)
 
 
-def _svg(figure: Figure, title: str) -> str:
+def _svg(figure: Figure, alt: str) -> str:
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
     svg = buffer.getvalue()
@@ -90,5 +228,7 @@ def _svg(figure: Figure, title: str) -> str:
     body = svg[svg.index("<defs>") :]  # html needs neither XML prolog, namespaces nor metadata
     # Two charts on one page would share the ids that nothing in them refers to.
     body = re.sub(r' id="([^"]*)"', lambda found: found[0] if f"#{found[1]}" in body else "", body)
-    size = box.group(1) if box else "0 0 500 300"
-    return f'<svg viewBox="{size}" role="img" aria-label="{title}">{body}'
+    for colour, variable in VARIABLES.items():
+        body = body.replace(colour, variable)
+    size = box.group(1) if box else "0 0 360 216"
+    return f'<svg viewBox="{size}" role="img" aria-label="{html.escape(alt)}">{body}'

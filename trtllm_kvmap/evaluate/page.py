@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import jinja2
+from markupsafe import Markup
 
-from trtllm_kvmap.evaluate import charts
-from trtllm_kvmap.evaluate.report import Report, shown_columns, written
+from trtllm_kvmap.evaluate.cards import opening, summary
+from trtllm_kvmap.evaluate.report import Report
+from trtllm_kvmap.evaluate.sections import Grid, sections
 
 TEMPLATE = "report.html.j2"
+MARKED = {"pass": "passed", "passed": "passed", "fail": "failed"}
 
 
 def html(report: Report) -> str:
-    """The whole page as a string. Equal reports give equal pages."""
+    """The whole page as a string. Equal reports give equal pages; every text in it is escaped."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -22,20 +24,19 @@ def html(report: Report) -> str:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters["figure"] = lambda entry: written(entry, interval=True)
-    environment.filters["number"] = _number
+    environment.filters["cell"] = _cell_class
     return environment.get_template(TEMPLATE).render(
-        report=report,
-        columns=shown_columns(report),
-        candidates=report.kvmap["fitted"].get("candidates", []),
-        arms_chart=charts.bars_of_arms(report),
-        cosine_chart=charts.cosine_by_layer(report) if report.attention_cosine["per_layer"] else "",
+        config=report.config,
+        opening=opening(report),
+        summary=summary(report),
+        sections=sections(report),
+        svg=lambda chart: Markup(chart.draw()),  # our own SVG: charts escape what they are given
     )
 
 
-def _number(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, int) and not isinstance(value, bool):
-        return f"{value:,}"
-    return "-" if value is None else str(value)
+def _cell_class(text: str, grid: Grid, row: tuple[str, ...], column: int) -> str:
+    """The classes of one cell: words or a number, and the colour of a verdict."""
+    spans = column == len(row) - 1 < len(grid.header) - 1
+    words = "text" if spans or column in grid.texts else ""
+    long = "long" if spans or len(text) > 24 else ""
+    return " ".join(filter(None, (words, long, MARKED.get(text, ""))))

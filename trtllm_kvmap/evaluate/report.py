@@ -23,7 +23,10 @@ class Report:
     ``arms`` holds every arm's figures, or {"refused": reason}. The figures beside it are those of
     the arm, metric, N and S that ``config`` names. ``attention_cosine`` is {"mean", "worst",
     "per_layer"}, ``kv_error`` that of kv_error.KvError, ``controls`` maps each control to "passed"
-    or to why it could not be judged, and ``kvmap`` says how the map was fitted.
+    or to why it could not be judged, ``kvmap`` says how the map was fitted. ``gates`` are those of
+    gates.judge_gates, ``chance`` the accuracy of guessing (None without questions), ``contexts``
+    the metric context by context ({"tokens": [...], "metric": {arm: [...]}} for source, arm and
+    target), and ``latency`` that of latency.measure_latency, or None: not measured.
     """
 
     arms: dict[str, dict[str, Any]]
@@ -35,6 +38,10 @@ class Report:
     attention_cosine: dict[str, Any]
     kv_error: dict[str, Any]
     controls: dict[str, str]
+    gates: list[dict[str, Any]]
+    chance: float | None
+    contexts: dict[str, Any]
+    latency: dict[str, Any] | None
     config: dict[str, Any]
     fingerprints: dict[str, Any]
     kvmap: dict[str, Any]
@@ -92,6 +99,7 @@ def evidence(report: Report) -> dict[str, Any]:
         "perplexity_ratio": report.perplexity_ratio,
         "attention_cosine": {key: cosine[key] for key in ("mean", "worst")},
         "controls": report.controls,
+        "gates": report.gates,
     }
 
 
@@ -105,12 +113,17 @@ COLUMNS = {
 }
 
 
-def shown_columns(report: Report) -> dict[str, str]:
-    """The columns of a table of arms that any arm has a value for, with their headings."""
-    scored = [arm for arm in report.arms.values() if "refused" not in arm]
+def scored_arms(report: Report) -> dict[str, dict[str, Any]]:
+    """The arms that were not refused, by name."""
+    return {name: arm for name, arm in report.arms.items() if "refused" not in arm}
+
+
+def columns_with_values(report: Report, columns: dict[str, str]) -> dict[str, str]:
+    """Those of ``columns`` (figure: heading) that any arm has a value for."""
+    scored = scored_arms(report).values()
     return {
         key: heading
-        for key, heading in COLUMNS.items()
+        for key, heading in columns.items()
         if any(arm[key]["value"] is not None for arm in scored)
     }
 
@@ -120,7 +133,7 @@ def table(report: Report) -> Table:
     stand.
     """
     config = report.config
-    columns = shown_columns(report)
+    columns = columns_with_values(report, COLUMNS)
     refused = [f"{name}: {a['refused']}" for name, a in report.arms.items() if "refused" in a]
     shown = Table(
         title=Text(
@@ -132,6 +145,7 @@ def table(report: Report) -> Table:
                 [
                     "[low high]: 95 % interval over contexts; above chance: retention without "
                     "guessing",
+                    *(f"gate {gate_sentence(gate)}" for gate in report.gates),
                     *refused,
                 ]
             )
@@ -165,3 +179,21 @@ def written(entry: FigureJson, *, interval: bool) -> str:
     if low is None or high is None:
         return f"{value:.2f} [unresolved]"
     return f"{value:.2f} [{low:.2f} {high:.2f}]"
+
+
+def gate_sentence(gate: dict[str, Any]) -> str:
+    """``retention at least 0.8: pass, 0.89 [0.84 0.94], source alone 0.56 [0.51 0.61]``."""
+    ours, theirs = (written(gate[name], interval=True) for name in ("figure", "source"))
+    return (
+        f"{gate['name'].replace('_', ' ')} {gate['side']} {number(gate['limit'])}: "
+        f"{gate['verdict']}, {ours}, source alone {theirs}"
+    )
+
+
+def number(value: Any) -> str:
+    """A number as the report writes it; a dash for None."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return "-" if value is None else str(value)

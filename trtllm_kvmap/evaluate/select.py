@@ -20,6 +20,7 @@ from trtllm_kvmap.evaluate.reading import Outcome, Reading, judge, read_item
 from trtllm_kvmap.evaluate.run import EvaluationConfig, require_scorable
 from trtllm_kvmap.evaluate.summary import Draws, gap, mean_cosines
 from trtllm_kvmap.fit import FitConfig, fit
+from trtllm_kvmap.fit.layer_r2 import layer_r2
 from trtllm_kvmap.models import LoadedModel
 from trtllm_kvmap.spec.plan import plan_handoff
 
@@ -103,6 +104,7 @@ def select(
         },
         "selected_on": [item.digest for item in items],
         "attention_cosine": mean_cosines([outcome.cosines for outcome in best_outcomes]),
+        "layer_r2": layer_r2(moments),
     }
     return replace(best, fitted=fitted), table
 

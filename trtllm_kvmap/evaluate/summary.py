@@ -67,3 +67,27 @@ def mean_cosines(cosines: Sequence[np.ndarray]) -> dict[str, Any]:
         "worst": min(by_layer, default=None),
         "per_layer": by_layer,
     }
+
+
+def chance(scores: Sequence[Score]) -> float | None:
+    """The accuracy that guessing is expected to have on these questions; None without any."""
+    asked = sum(score.questions for score in scores)
+    return sum(score.chance for score in scores) / asked if asked else None
+
+
+def context_by_context(
+    scores: dict[str, list[Score]], lengths: Sequence[int], metric: str
+) -> dict[str, Any]:
+    """{"tokens": [contexts], "metric": {arm: [contexts]}}: the metric on each context alone, None
+    where a context has no such score. Pairs what the arms did on the same text.
+    """
+    total, count = ("correct", "questions") if metric == "accuracy" else ("nll", "tokens")
+
+    def alone(score: Score) -> float | None:
+        counted: int = getattr(score, count)
+        return getattr(score, total) / counted if counted else None
+
+    return {
+        "tokens": list(lengths),
+        "metric": {name: [alone(score) for score in each] for name, each in scores.items()},
+    }
