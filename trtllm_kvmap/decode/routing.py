@@ -1,0 +1,249 @@
+"""Whether a conversation changes models through the map, by reading again, or not at all.
+
+Pure arithmetic on measured speeds and on the evidence that a map carries: no model runs, and equal
+input gives an equal route.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from trtllm_kvmap.decode.speeds import Speeds
+from trtllm_kvmap.errors import InputError
+
+Choice = Literal["map", "reprefill", "stay"]
+Direction = Literal["up", "down"]
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """A conversation of ``num_tokens``, read by the source, and ``reply_tokens`` still to come.
+
+    ``up``: the target is wanted for what it says. ``down``: it is wanted because it says it sooner;
+    None takes up when the target decodes more slowly. With ``mirrored`` the target's cache is
+    mapped already (decode.mirror) and a switch costs the repair.
+    """
+
+    num_tokens: int
+    reply_tokens: int = 64
+    direction: Direction | None = None
+    mirrored: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_tokens", "reply_tokens"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        if self.direction not in (None, "up", "down"):
+            raise InputError(f"direction must be up or down, got {self.direction!r}.")
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingPolicy:
+    """What must hold before a map is used, and how long the first token may take.
+
+    ``min_gap_recovered``: the interval of the report's gap recovered must lie above it (up).
+    ``max_perplexity_ratio``: the interval of the mapped target's perplexity over its own must lie
+    below it. ``trusted_length``: how many times the longest context of the report a prompt may be.
+    ``max_seconds``: to the first token; a slower switch is not made.
+    """
+
+    min_gap_recovered: float = 0.0
+    max_perplexity_ratio: float = 1.25
+    trusted_length: float = 4.0
+    max_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """``choice``, and the sentence that says why.
+
+    ``first_token`` and ``whole_reply`` are seconds by choice. ``break_even_tokens`` is the shortest
+    prompt from which on the map is always sooner than reading again, up to the target's limit
+    (None: no such length); ``break_even_reply`` the shortest reply that ends sooner with the switch
+    than without (None: none does). ``objection`` is what keeps the map from being used, or "".
+    """
+
+    choice: Choice
+    reason: str
+    direction: Direction
+    first_token: dict[Choice, float]
+    whole_reply: dict[Choice, float]
+    break_even_tokens: int | None
+    break_even_reply: int | None
+    objection: str
+
+
+def route(
+    situation: Situation,
+    speeds: Speeds,
+    evidence: Mapping[str, Any] | None,
+    *,
+    bytes_per_token: int,
+    max_positions: int,
+    policy: RoutingPolicy | None = None,
+) -> Route:
+    """The cheapest way whose quality is vouched for.
+
+    ``evidence`` is KvMap.evidence, ``bytes_per_token`` what the source's cache takes (see
+    speeds.bytes_per_token), ``max_positions`` the target's limit. Upward the map and reading again
+    compete for the earlier first token, and staying is chosen only when both take longer than
+    allowed or the report shows nothing to gain; downward all three compete for the earlier end of
+    the reply. Raises InputError for a conversation beyond the target's limit.
+    """
+    policy = policy or RoutingPolicy()
+    count = situation.num_tokens
+    if count + situation.reply_tokens > max_positions:
+        raise InputError(
+            f"The conversation has {count} tokens and {situation.reply_tokens} more to come; the "
+            f"target reads at most {max_positions}. Shorten it, or stay with the source."
+        )
+    slower = speeds.target_decode < speeds.source_decode
+    direction: Direction = situation.direction or ("up" if slower else "down")
+    first: dict[Choice, float] = {
+        "map": float(_mapped_seconds(speeds, count, bytes_per_token, situation.mirrored)),
+        "reprefill": float(speeds.target_prefill.seconds(count)),
+        "stay": 1 / speeds.source_decode,
+    }
+    rates = dict.fromkeys(first, speeds.target_decode) | {"stay": speeds.source_decode}
+    whole = {name: s + (situation.reply_tokens - 1) / rates[name] for name, s in first.items()}
+    objection = _objection(situation, speeds, evidence, direction, policy)
+    allowed: list[Choice] = ["reprefill"] if objection else ["map", "reprefill"]
+    switch = min(allowed, key=lambda name: first[name])
+    choice, reason = _decide(situation, policy, direction, evidence, switch, first, whole)
+    if objection and choice != "map":
+        reason += f" The map may not be used: {objection}."
+    return Route(
+        choice=choice,
+        reason=reason,
+        direction=direction,
+        first_token=first,
+        whole_reply=whole,
+        break_even_tokens=_break_even(speeds, bytes_per_token, situation.mirrored, max_positions),
+        break_even_reply=_break_even_reply(first[switch], speeds, max_positions),
+        objection=objection,
+    )
+
+
+def _decide(
+    situation: Situation,
+    policy: RoutingPolicy,
+    direction: Direction,
+    evidence: Mapping[str, Any] | None,
+    switch: Choice,
+    first: Mapping[Choice, float],
+    whole: Mapping[Choice, float],
+) -> tuple[Choice, str]:
+    verb = "mapping" if switch == "map" else "reading again"
+    if direction == "up" and _nothing_to_gain(evidence):
+        return "stay", "The report shows the target no better than the source."
+    if policy.max_seconds is not None and first[switch] > policy.max_seconds:
+        return "stay", (
+            f"The first token would take {first[switch]:.3g} s by {verb}, and at most "
+            f"{policy.max_seconds:.3g} s are allowed."
+        )
+    reply = situation.reply_tokens
+    if direction == "down" and whole["stay"] <= whole[switch]:
+        return "stay", (
+            f"A reply of {reply} tokens ends after {whole['stay']:.3g} s with the source, after "
+            f"{whole[switch]:.3g} s by {verb}."
+        )
+    if direction == "down":
+        return switch, (
+            f"A reply of {reply} tokens ends after {whole[switch]:.3g} s by {verb}, after "
+            f"{whole['stay']:.3g} s with the source."
+        )
+    if switch == "map":
+        return switch, (
+            f"The target's first token takes {first['map']:.3g} s by mapping, "
+            f"{first['reprefill']:.3g} s by reading again."
+        )
+    return switch, (
+        f"The target reads all {situation.num_tokens} tokens in {first['reprefill']:.3g} s; "
+        f"mapping would take {first['map']:.3g} s."
+    )
+
+
+def _mapped_seconds(
+    speeds: Speeds, tokens: np.ndarray | int, bytes_per_token: int, mirrored: bool
+) -> np.ndarray:
+    """To the target's first token; its logits come with the repair."""
+    repair = speeds.repair.seconds(tokens)
+    if mirrored:
+        return repair
+    mapped = np.maximum(np.asarray(tokens) - speeds.repair_window, 0)
+    sent = speeds.transfer(mapped, bytes_per_token)
+    return np.asarray(sent + speeds.map.seconds(mapped) + repair)
+
+
+def _break_even(
+    speeds: Speeds, bytes_per_token: int, mirrored: bool, max_positions: int
+) -> int | None:
+    lengths = np.arange(speeds.repair_window + 1, max_positions + 1)  # shorter ones map nothing
+    mapped = _mapped_seconds(speeds, lengths, bytes_per_token, mirrored)
+    slower = np.flatnonzero(mapped >= speeds.target_prefill.seconds(lengths))
+    first = slower[-1] + 1 if len(slower) else 0
+    return int(lengths[first]) if first < len(lengths) else None
+
+
+def _break_even_reply(switch_seconds: float, speeds: Speeds, max_positions: int) -> int | None:
+    replies = np.arange(1, max_positions + 1)
+    switched = switch_seconds + (replies - 1) / speeds.target_decode
+    sooner = np.flatnonzero(switched < replies / speeds.source_decode)
+    return int(replies[sooner[0]]) if len(sooner) else None
+
+
+def _nothing_to_gain(evidence: Mapping[str, Any] | None) -> bool:
+    if evidence is None:
+        return False
+    metric = evidence["config"]["metric"]
+    source, target = (evidence["arms"][name][metric]["value"] for name in ("source", "target"))
+    if source is None or target is None:
+        return False
+    return bool(target <= source if metric == "accuracy" else target >= source)
+
+
+def _objection(
+    situation: Situation,
+    speeds: Speeds,
+    evidence: Mapping[str, Any] | None,
+    direction: Direction,
+    policy: RoutingPolicy,
+) -> str:
+    """Why the evidence does not vouch for this hand-over, or ""."""
+    if evidence is None:
+        return "it carries no evidence"
+    config = evidence["config"]
+    if speeds.repair_window < config["N"]:
+        return f"its report repairs {config['N']} tokens, this host {speeds.repair_window}"
+    longest = config["context_tokens"]["longest"]
+    if situation.num_tokens > policy.trusted_length * longest:
+        return (
+            f"its report saw at most {longest} tokens, and {policy.trusted_length:g} times as many "
+            f"are trusted"
+        )
+    gap, ratio = evidence["gap_recovered"], evidence["perplexity_ratio"]
+    if direction == "up" and (gap["low"] is None or gap["low"] <= policy.min_gap_recovered):
+        return (
+            f"its report does not show more than {policy.min_gap_recovered:g} of the gap recovered "
+            f"({_interval(gap)})"
+        )
+    if ratio["value"] is None:
+        return "" if direction == "up" else "its report has no perplexity to judge it by"
+    if ratio["high"] is None or ratio["high"] > policy.max_perplexity_ratio:
+        return (
+            f"its report does not show a perplexity below {policy.max_perplexity_ratio:g} times "
+            f"the target's own ({_interval(ratio)})"
+        )
+    return ""
+
+
+def _interval(figure: Mapping[str, float | None]) -> str:
+    if figure["value"] is None:
+        return "not measured"
+    if figure["low"] is None or figure["high"] is None:
+        return f"{figure['value']:.2f}, no interval"
+    return f"{figure['value']:.2f}, {figure['low']:.2f} to {figure['high']:.2f}"
