@@ -107,7 +107,9 @@ def test_a_flipped_bit_is_noticed_wherever_it_is(path: Path) -> None:
 def test_another_kind_another_version_and_no_file(path: Path, tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="is a 'thing' file; a 'map' file is needed"):
         read_container(path, "map", 3)
-    with pytest.raises(FormatError, match="has format version 3; this package reads versions 1 to 2"):
+    with pytest.raises(
+        FormatError, match="has format version 3; this package reads versions 1 to 2"
+    ):
         read_container(path, "thing", 2)
     with pytest.raises(FormatError, match="There is no file"):
         read_container(tmp_path / "absent", "thing", 3)
