@@ -31,6 +31,8 @@ LEAN = ("tensorrt-lean-cu13-libs==10.15.1.29", "tensorrt-lean-cu13-bindings==10.
 GGUF = ("gguf==0.19.0", "accelerate==1.15.0")
 # Blocks between processes, and the checksum that is fast enough for them.
 NIXL = ("nixl-cu13==1.5.1", "xxhash==4.1.0")
+# A whole Chromium inside wheels (QtWebEngine): what opens the report's page.
+BROWSER = ("PySide6-Essentials==6.9.3", "PySide6-Addons==6.9.3")
 # What the tests need beside vLLM's own requirements, which are files of theirs.
 BESIDE_VLLM = ("torch==2.13.0", "pytest==9.2.0", "hypothesis==6.170.17")
 VLLM = ("tests/vllm/requirements.txt", "tests/vllm/requirements-engine.txt")
@@ -70,6 +72,12 @@ LANES = (
         Environment(".venv-nixl", (*MAIN, *NIXL), extras="[test]"),
         ("tests/nixl",),
         5,
+    ),
+    Lane(
+        "report",
+        Environment(".venv-report", (*MAIN, *BROWSER), extras="[test]"),
+        ("tests/report",),
+        3,
     ),
     Lane("triton", triton_server.ENVIRONMENT, ("tests/tritonserver",), 5),
     Lane("vllm", Environment(".venv-vllm", BESIDE_VLLM, frozen=VLLM), ("tests/vllm",), 5, (3, 11)),

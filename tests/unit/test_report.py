@@ -6,115 +6,26 @@ import io
 import json
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 from markdown_it import MarkdownIt
+from report_case import HOSTILE, SECONDS, figure, hostile_report, written_report
 from rich.console import Console
 
 from trtllm_kvmap.errors import FormatError, InputError
 from trtllm_kvmap.evaluate.gates import Gates, judge_gates
-from trtllm_kvmap.evaluate.latency import STAGES, break_even, ratios
+from trtllm_kvmap.evaluate.latency import break_even, ratios
 from trtllm_kvmap.evaluate.markdown import markdown
 from trtllm_kvmap.evaluate.page import html
 from trtllm_kvmap.evaluate.report import Report, table
 from trtllm_kvmap.evaluate.sections import sections
 
-# Seconds of each stage at two lengths, and the native target's.
-SECONDS = {stage: [0.01, 0.02] for stage in STAGES} | {
-    "target_prefill": [0.03, 0.19],
-    "target_first_step": [0.01, 0.01],
-}
 VOID = {"meta", "link", "br", "hr", "img", "input", "path", "rect", "line", "use"}
-
-
-def figure(value: float | None, reach: float = 0.05) -> dict[str, float | None]:
-    if value is None:
-        return {"value": None, "low": None, "high": None}
-    return {"value": value, "low": value - reach, "high": value + reach}
-
-
-def arm(accuracy: float | None, nll: float | None, gap: float | None) -> dict[str, Any]:
-    return {
-        "accuracy": figure(accuracy),
-        "nll": figure(nll),
-        "perplexity": figure(7.5),
-        "perplexity_ratio": figure(1.1),
-        "top1_agreement": figure(0.8),
-        "rollout_agreement": figure(None),
-        "retention": figure(None if accuracy is None else accuracy / 0.9),
-        "retention_normalised": figure(None if accuracy is None else (accuracy - 0.25) / 0.65),
-        "gap_recovered": figure(gap),
-        "attention_cosine": 0.91,
-        "mapped_share": 0.875,
-    }
 
 
 @pytest.fixture
 def report() -> Report:
-    arms = {
-        "target": arm(0.9, 1.8, 1.0),
-        "source": arm(0.5, 2.3, 0.0),
-        "mapped": arm(0.72, 2.0, 0.55),
-        "mapped_repaired_32": arm(0.8, 1.9, 0.75),
-        "copy": {"refused": "copy needs equal (KV heads, head_dim) [not here]"},
-        "repair_only": arm(0.3, 2.9, -1.25),
-        "wrong_document": arm(0.25, 3.0, None),
-        "no_context": arm(0.24, 3.1, None),
-    }
-    fit = {"scope": "slice", "k": 4, "n": 12, "ridge": 1e-3, "fields": "same"}
-    chosen = {"config": fit, "parameters": 123456, "r2_key": 0.76, "r2_value": 0.59, "nll": 1.93}
-    chosen["attention_cosine"] = 0.93
-    layer_r2 = {"key": [[0.5, 0.9], [0.25, None]], "value": [[0.4, 0.3], [0.2, 0.1]]}
-    candidates = [
-        {**chosen, "accuracy": 0.8, "gap_recovered": 0.7, "chosen": True, "refused": None},
-        {
-            **dict.fromkeys((*chosen, "accuracy", "gap_recovered")),
-            "config": {**fit, "scope": "head"},
-            "chosen": False,
-            "refused": "head needs equal <KV heads>",
-        },
-    ]
-    nrmse = {"nrmse": [0.25, 0.5], "cosine": [0.97, None]}
-    return Report(
-        arms=arms,
-        gap_recovered=figure(0.75),
-        retention=figure(0.8 / 0.9),
-        retention_normalised=figure(0.55 / 0.65),
-        top1_agreement=figure(0.8),
-        perplexity_ratio=figure(1.1),
-        attention_cosine={"mean": 0.91, "worst": 0.87, "per_layer": [0.95, 0.87]},
-        kv_error={"key": nrmse, "value": nrmse},
-        controls={"reinjection": "passed", "wrong_document": "not judged: <one item>"},
-        config={
-            "source": "small <b>",
-            "target": "large",
-            "arm": "mapped_repaired_32",
-            "metric": "accuracy",
-            "N": 32,
-            "S": 1,
-            "num_items": 60,
-            "context_tokens": {"shortest": 256, "longest": 1024},
-        },
-        gates=judge_gates(Gates(), arms["mapped_repaired_32"], arms["source"]),
-        chance=0.25,
-        contexts={
-            "tokens": [256, 512, 1024],
-            "metric": {
-                "source": [0.5, 0.25, 0.75],
-                "mapped_repaired_32": [0.75, 0.25, None],
-                "target": [1.0, 0.75, 1.0],
-            },
-        },
-        latency={"lengths": [256, 1024], "rounds": 3, "threads": 2, "seconds": SECONDS}
-        | ratios(SECONDS),
-        fingerprints={"source": {"weights": "aa" * 32}, "target": {"weights": "bb" * 32}},
-        kvmap={
-            "scope": "slice",
-            "parameters": 123456,
-            "fitted": {"candidates": candidates, "layer_r2": layer_r2},
-        },
-    )
+    return written_report()
 
 
 class Page(HTMLParser):
@@ -290,24 +201,9 @@ def test_page_and_markdown_hold_every_cell_of_every_section(report: Report) -> N
                 assert text in rendered.text
 
 
-HOSTILE = (
-    "<script>alert(1)</script>\"'><img src=x onerror=alert(2)> [a](javascript:alert(3)) $\\x$ |"
-)
-
-
-def test_hostile_names_and_documents_stay_text(report: Report) -> None:
-    config, fitted = report.config, report.kvmap["fitted"]
-    config["source"] = config["target"] = HOSTILE
-    arm = report.arms.pop("mapped_repaired_32")
-    report.arms[HOSTILE] = arm
-    config["arm"] = HOSTILE
-    report.contexts["metric"][HOSTILE] = report.contexts["metric"].pop("mapped_repaired_32")
-    report.arms["copy"]["refused"] = report.controls[HOSTILE] = HOSTILE
-    report.fingerprints[HOSTILE] = {HOSTILE: HOSTILE}
-    fitted["candidates"][1]["refused"] = fitted["candidates"][0]["config"]["fields"] = HOSTILE
-    report.gates[0]["name"] = HOSTILE
-    page, rendered = read_page(report), Page()
-    source = markdown(report)
+def test_hostile_names_and_documents_stay_text() -> None:
+    report, rendered = hostile_report(), Page()
+    page, source = read_page(report), markdown(report)
     rendered.feed(MarkdownIt("gfm-like", {"linkify": False}).render(source))
     for read in (page, rendered):
         assert read.open == []

@@ -134,7 +134,7 @@ def heat(field: str, rows: Sequence[Sequence[float | None]], alt: str) -> str:
         if len(rows) * len(rows[0]) <= 64:
             for y, row in enumerate(rows):
                 for x, value in enumerate(row):
-                    colour = "#000000" if (value or 0.0) > 0.6 else "#ffffff"
+                    colour = "#111111" if (value or 0.0) > 0.6 else "#ffffff"
                     said = "-" if value is None else f"{value:.2f}"
                     axes.text(
                         x + 0.5, y + 0.5, said, ha="center", va="center", color=colour, fontsize=8

@@ -9,7 +9,7 @@ from trtllm_kvmap.evaluate.report import Report
 from trtllm_kvmap.evaluate.sections import Grid, sections
 
 # Brackets are marks only before these two, an underscore only at the edge of a word.
-MARKS = re.compile(r"[\\`*<>#|~&!]|(?<=\])[(:]|(?<!\w)_|_(?!\w)")
+MARKS = re.compile(r"[\\`*<>#|~&!]|(?<=\])[(:]|(?<![^\W_])_|_(?![^\W_])")
 
 
 def markdown(report: Report) -> str:

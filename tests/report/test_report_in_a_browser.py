@@ -1,0 +1,107 @@
+"""The page as a browser shows it: on a phone and on a desk, light and dark, printed, attacked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report_case import HOSTILE, hostile_report, written_report
+
+from trtllm_kvmap.evaluate.page import html
+
+PHONE, DESK = 390, 1280
+MEASURE = (Path(__file__).parent / "measure.js").read_text()
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    path.write_text(html(written_report()), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def opened(browser: Any, page: Path) -> Any:
+    return browser.open(page, MEASURE, widths=(PHONE, DESK), pdf=str(page.with_suffix(".pdf")))
+
+
+@pytest.fixture(scope="module")
+def dark(browser: Any, page: Path) -> Any:
+    return browser.open(page, MEASURE, widths=(PHONE,), dark=True)
+
+
+@pytest.fixture(params=[PHONE, DESK])
+def seen(opened: Any, request: pytest.FixtureRequest) -> dict[str, Any]:
+    found: dict[str, Any] = opened.found[str(request.param)]
+    return found
+
+
+def test_the_console_is_silent_and_only_the_page_is_asked_for(opened: Any, page: Path) -> None:
+    assert opened.console == []
+    assert opened.asked == [page.as_uri()]
+
+
+def test_the_page_does_not_scroll_sideways(seen: dict[str, Any]) -> None:
+    assert seen["page"] <= seen["viewport"]
+
+
+def test_charts_are_drawn(seen: dict[str, Any]) -> None:
+    assert len(seen["charts"]) == 7
+    for chart in seen["charts"]:
+        width, height = chart["box"]
+        assert 250 < width <= seen["viewport"]
+        assert height > 100
+        assert chart["drawn"] >= 6, chart["name"]
+        assert chart["words"], chart["name"]
+        assert chart["smallest"] >= 8, chart["name"]
+        assert chart["outside"] == [], chart["name"]
+
+
+def test_charts_hold_what_the_report_says(seen: dict[str, Any]) -> None:
+    words = [set(chart["words"]) for chart in seen["charts"]]
+    assert {"target", "source", "mapped_repaired_32", "no_context"} <= words[0]
+    assert {"source alone", "mapped_repaired_32", "target"} <= words[1]
+    assert {"0.50", "0.90", "0.25"} <= words[3]  # R2 of keys, in the cells
+    assert {"source prefill", "transfer", "own tokens", "map", "repair", "first step"} <= words[5]
+    assert {"256", "1,024"} <= words[6]
+
+
+def test_tables_are_read_inside_their_box(seen: dict[str, Any]) -> None:
+    assert len(seen["tables"]) == 11
+    for table in seen["tables"]:
+        width, wide = table["box"][0], table["table"][0]
+        assert width <= seen["viewport"]
+        assert table["reached"] >= wide - 1, table["caption"]
+        assert table["lastCellSeen"], table["caption"]
+        assert table["clipped"] == [], table["caption"]
+        assert min(table["rows"]) > 15
+        assert table["font"] >= 12
+        assert table["described"]
+
+
+def test_text_stands_out_from_its_ground(opened: Any, dark: Any) -> None:
+    light, night = opened.found[str(PHONE)], dark.found[str(PHONE)]
+    assert light["ground"] == [255, 255, 255]
+    assert night["dark"]
+    assert max(night["ground"]) < 60
+    assert light["faint"] == night["faint"] == []
+
+
+def test_the_page_prints(opened: Any, page: Path) -> None:
+    printed = page.with_suffix(".pdf").read_bytes()
+    assert printed.startswith(b"%PDF")
+    assert 2 <= printed.count(b"/Type /Page\n") <= 12
+
+
+def test_a_hostile_report_runs_nothing(browser: Any, tmp_path: Path) -> None:
+    path = tmp_path / "hostile.html"
+    path.write_text(html(hostile_report()), encoding="utf-8")
+    opened = browser.open(path, MEASURE, widths=(PHONE,))
+    seen = opened.found[str(PHONE)]
+    assert seen["hurt"] is None
+    assert seen["foreign"] == 0
+    assert opened.console == []  # a refusal by the page's own policy would be heard here
+    assert opened.asked == [path.as_uri()]
+    assert HOSTILE in seen["text"]
+    assert seen["page"] <= seen["viewport"]
