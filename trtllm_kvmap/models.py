@@ -183,6 +183,24 @@ def tokenise(
     return list(ids)
 
 
+def tokenise_chat(
+    tokenizer: PreTrainedTokenizerBase | None, name: str, messages: list[dict[str, str]]
+) -> list[int]:
+    """Token ids of ``messages`` ({"role", "content"} each) in the tokenizer's own chat template.
+    Raises InputError when there is no template, or it does not take these messages.
+    """
+    called: Any = tokenizer
+    if not getattr(called, "chat_template", None):
+        raise InputError(f"{name} has no chat template; give text or token ids.")
+    try:
+        ids = called.apply_chat_template(messages, tokenize=True, return_dict=False)
+    except Exception as error:  # templates raise whatever their author chose
+        raise InputError(
+            f"The chat template of {name} does not take these messages: {error}"
+        ) from error
+    return list(ids)
+
+
 def quiet_loading() -> None:
     """Turn off transformers' own progress bars: a command line shows its own."""
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -80,8 +81,8 @@ def test_every_window_begins_with_bos_when_the_document_does(
         ("a.txt", "anna", "has 1 tokens, .* at least 2"),
         ("a.jsonl", '{"token_ids": []}', "line 1, has 0 tokens"),
         ("a.jsonl", '{"token_ids": [1, 2]}\n\n{"token_ids": [1,', "line 3, is not JSON"),
-        ("a.jsonl", '{"body": "anna ben"}', r"line 1, needs .* `text` .*\['body'\]"),
-        ("a.jsonl", '"anna ben"', "line 1, needs .* neither"),
+        ("a.jsonl", '{"body": "anna ben"}', r"line 1, needs .* `text`.*\['body'\]"),
+        ("a.jsonl", '"anna ben"', "line 1, needs .* none of these"),
         ("a.jsonl", '{"text": 7}', "line 1, needs"),
         ("a.jsonl", '{"token_ids": [1, true]}', "line 1, needs"),
         ("a.jsonl", '{"token_ids": "1 2", "text": "anna ben"}', "line 1, needs"),
@@ -113,6 +114,46 @@ def test_text_needs_a_tokenizer_but_token_ids_do_not(tmp_path: Path, loaded: Loa
     path.write_text('{"text": "anna ben"}')
     with pytest.raises(InputError, match="has no tokenizer"):
         read(path, bare)
+
+
+def chatting(loaded: LoadedModel) -> LoadedModel:
+    """The same model with a tokenizer that has a chat template: ``<bos> role content near ...``."""
+    tokenizer = copy.deepcopy(loaded.tokenizer)
+    tokenizer.chat_template = (
+        "<bos>{% for m in messages %} {{ m['role'] }} {{ m['content'] }} near{% endfor %}"
+    )
+    return replace(loaded, tokenizer=tokenizer)
+
+
+def test_messages_are_written_in_the_chat_template(tmp_path: Path, loaded: LoadedModel) -> None:
+    path = tmp_path / "a.jsonl"
+    chat = [{"role": "so", "content": "after anna"}, {"role": "first", "content": "ben"}]
+    path.write_text(json.dumps({"messages": chat}) + "\n" + json.dumps({"token_ids": [5, 6]}))
+    documents = read(path, chatting(loaded))
+    assert documents == [ids("<bos> so after anna near first ben near"), [5, 6]]
+    with pytest.raises(InputError, match=r"line 1, cannot be read\. .* has no chat template"):
+        read(path, loaded)
+
+
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        ({"messages": []}, "line 1, needs .*messages"),
+        ({"messages": [{"role": "so"}]}, "line 1, needs .*role.* and .*content"),
+        ({"messages": [{"role": "so", "content": "anna"}], "text": "anna"}, None),
+        ({"messages": [{"role": "so", "content": "xylophone"}]}, "line 1, cannot be read"),
+    ],
+)
+def test_messages_that_are_none(
+    tmp_path: Path, loaded: LoadedModel, entry: dict, reason: str | None
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(entry))
+    if reason is None:  # the field text is what was meant before there were messages
+        assert read(path, chatting(loaded), 1) == [ids("anna")]
+        return
+    with pytest.raises(InputError, match=reason):
+        read(path, chatting(loaded))
 
 
 def test_the_digest_sees_every_token_and_every_border() -> None:

@@ -1,7 +1,8 @@
 """Calibration text: files become lists of token ids.
 
-- A `.jsonl` file holds one document a line: an object with `text`, or with `token_ids` (already
-  tokenised). Empty lines are passed over.
+- A `.jsonl` file holds one document a line: an object with `text`, with `token_ids` (already
+  tokenised), or with `messages` (objects with `role` and `content`), which are written in the
+  tokenizer's own chat template, as they are when a model serves. Empty lines are passed over.
 - Any other file is plain text and one document. (A blank line is part of a document: short
   paragraphs would teach a map nothing about distance.)
 - A folder stands for the files in it, in the order of their names.
@@ -15,12 +16,24 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from trtllm_kvmap.errors import InputError
-from trtllm_kvmap.models import LoadedModel
+from trtllm_kvmap.models import LoadedModel, tokenise_chat
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation that its model's chat template writes."""
+
+    messages: list[dict[str, str]]
+
+
+Content = str | list[int] | Chat
 
 
 def read_documents(
@@ -79,8 +92,8 @@ def _files(path: Path) -> list[Path]:
     return files
 
 
-def _contents(file: Path) -> Iterator[tuple[str, str | list[int]]]:
-    """The documents of one file, as text or token ids, each with its place for messages."""
+def _contents(file: Path) -> Iterator[tuple[str, Content]]:
+    """The documents of one file, each with its place for complaints."""
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -96,29 +109,46 @@ def _contents(file: Path) -> Iterator[tuple[str, str | list[int]]]:
             yield where, _content_of_line(line, where)
 
 
-def _content_of_line(line: str, where: str) -> str | list[int]:
+def _content_of_line(line: str, where: str) -> Content:
     try:
         entry = json.loads(line)
     except json.JSONDecodeError as error:
         raise InputError(f"{where} is not JSON ({error}); mend or remove the line.") from error
     fields = entry if isinstance(entry, dict) else {}
     ids, text = fields.get("token_ids"), fields.get("text")
+    chat: Any = fields.get("messages")
     if isinstance(ids, list) and all(type(token) is int for token in ids):
         return ids
     if isinstance(text, str) and "token_ids" not in fields:
         return text
+    if text is None and ids is None and _is_chat(chat):
+        return Chat(chat)
     raise InputError(
-        f"{where} needs an object with a string `text` or a list of integers `token_ids`; it has "
-        f"{sorted(fields) if fields else 'neither'}."
+        f"{where} needs an object with a string `text`, a list of integers `token_ids`, or a list "
+        f"`messages` of objects with the strings `role` and `content`; it has "
+        f"{sorted(fields) if fields else 'none of these'}."
     )
 
 
-def _token_ids(content: str | list[int], loaded: LoadedModel, where: str) -> list[int]:
-    if isinstance(content, str):
-        try:
+def _is_chat(chat: Any) -> bool:
+    return (
+        isinstance(chat, list)
+        and bool(chat)
+        and all(
+            isinstance(m, dict) and all(isinstance(m.get(k), str) for k in ("role", "content"))
+            for m in chat
+        )
+    )
+
+
+def _token_ids(content: Content, loaded: LoadedModel, where: str) -> list[int]:
+    try:
+        if isinstance(content, str):
             content = loaded.tokenise(content)
-        except InputError as error:
-            raise InputError(f"{where} cannot be read. {error}") from error
+        elif isinstance(content, Chat):
+            content = tokenise_chat(loaded.tokenizer, loaded.name, content.messages)
+    except InputError as error:
+        raise InputError(f"{where} cannot be read. {error}") from error
     known = loaded.spec.vocab_size
     if content and not 0 <= min(content) <= max(content) < known:
         raise InputError(
