@@ -162,6 +162,35 @@ def test_evaluate_writes_the_report_and_report_shows_it(
     assert again.read_text() == page.read_text()
 
 
+def test_evaluate_runs_several_tasks(work: dict[str, Any], tmp_path: Path) -> None:
+    out = tmp_path / "reports.json"
+    few = ("--num-items", 3, "--context-tokens", 256, "--questions", 2, "--resamples", 50)
+    tasks = ("--tasks", "niah_multikey,variable_tracking")
+    shown = run("evaluate", work["kvmap"], *pair(work), *few, *tasks, "--json", out)
+    reports = json.loads(out.read_text())["tasks"]
+    assert list(reports) == ["niah_multikey", "variable_tracking"]
+    for name, report in reports.items():
+        assert name in shown
+        assert {"target", "source", "mapped", "no_context"} <= set(report["arms"])
+        assert report["config"]["context_tokens"]["longest"] <= 256
+    refused = CliRunner().invoke(
+        app,
+        [str(a) for a in ("evaluate", work["kvmap"], *pair(work), *tasks, "--attach")],
+    )
+    assert refused.exit_code == 2
+    assert "one report" in refused.output
+
+
+def test_diagnose_says_where_a_map_goes_wrong(work: dict[str, Any], tmp_path: Path) -> None:
+    out = tmp_path / "diagnosis.json"
+    few = ("--num-items", 2, "--context-tokens", 256, "--questions", 2, "--resamples", 50)
+    shown = run("diagnose", work["kvmap"], *pair(work), *few, "--length", 300, "--json", out)
+    found = json.loads(out.read_text())
+    assert {row["group"] for row in found["interventions"]} >= {"field", "layer", "position"}
+    assert [row["tokens"] for row in found["lengths"]] == [300]
+    assert "shifted_positions" in shown
+
+
 def test_doctor_says_how_a_pair_can_be_mapped(work: dict[str, Any], tmp_path: Path) -> None:
     out = tmp_path / "doctor.json"
     run("doctor", *pair(work), "--json", out)

@@ -16,6 +16,8 @@ from trtllm_kvmap.models import load_tokenizer, read_spec, tokenizer_digest
 from trtllm_kvmap.spec.model import ModelSpec
 
 CONFIG = "config.json"
+# Newer transformers make an empty tokenizer of a configuration alone, so one must be seen to exist.
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,8 @@ def read_side(path: str | Path) -> Side:
         raise InputError(
             f"{file} has no {error}, without which its weights cannot be counted; complete it."
         ) from error
-    tokenizer = load_tokenizer(folder)
+    there = any((folder / name).is_file() for name in TOKENIZERS)
+    tokenizer = load_tokenizer(folder) if there else None
     digest = tokenizer_digest(tokenizer, spec.vocab_size) if tokenizer is not None else None
     return Side(folder, spec, parameters, digest)
 
