@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.progress import Progress
 
 from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.artifact.whole import require_writable
@@ -22,11 +24,13 @@ from trtllm_kvmap.cli.app import (
 from trtllm_kvmap.cli.flags import config_flags
 from trtllm_kvmap.cli.report import HtmlOption, MarkdownOption, write_report
 from trtllm_kvmap.decode.bridge import KvBridge
+from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.evaluate.gates import Gates
 from trtllm_kvmap.evaluate.latency import measure_latency
 from trtllm_kvmap.evaluate.report import evidence, table
 from trtllm_kvmap.evaluate.run import EvaluationConfig
 from trtllm_kvmap.evaluate.run import evaluate as run_evaluation
+from trtllm_kvmap.evaluate.suite import evaluate_tasks, suite_table, task_configs
 from trtllm_kvmap.evaluate.tasks import TaskConfig, read_items
 from trtllm_kvmap.models import load_model
 
@@ -40,6 +44,9 @@ def evaluate(
     task_config: TaskConfig,
     config: EvaluationConfig,
     gates: Gates,
+    tasks: Annotated[
+        str, typer.Option(help="several tasks, comma-separated; --data may be a folder of files")
+    ] = "",
     json: JsonOption = None,
     html: HtmlOption = None,
     markdown: MarkdownOption = None,
@@ -55,6 +62,25 @@ def evaluate(
         require_writable(path)
     loaded = KvMap.load(kvmap, allow_unproven=True)
     source_model, target_model = load_model(source), load_model(target)
+    if tasks:
+        if html or markdown or latency or attach:
+            raise InputError(
+                "--html, --markdown, --latency and --attach are of one report; give --task, one at "
+                "a time."
+            )
+        with progress() as bar:
+            reports = evaluate_tasks(
+                loaded,
+                source_model,
+                target_model,
+                task_configs(tasks, task_config),
+                config,
+                gates,
+                on_item=_bars(bar),
+            )
+        console.print(suite_table(reports))
+        write_json(json, {"tasks": {name: report.to_json() for name, report in reports.items()}})
+        return
     items = read_items(task_config, target_model.tokenizer)
     with progress() as bar:
         task = bar.add_task("evaluate", total=len(items))
@@ -77,3 +103,15 @@ def evaluate(
     if attach:
         loaded.with_evidence(evidence(report)).save(kvmap)
         console.print(f"Stored the evidence in {kvmap}", highlight=False)
+
+
+def _bars(bar: Progress) -> Callable[[str, int, int], None]:
+    """Shows one bar for each task, from the first item on."""
+    shown = {}
+
+    def update(name: str, done: int, total: int) -> None:
+        if name not in shown:
+            shown[name] = bar.add_task(name, total=total)
+        bar.update(shown[name], completed=done)
+
+    return update

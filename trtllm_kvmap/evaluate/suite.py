@@ -1,0 +1,93 @@
+"""Several tasks, one report each, and the table that shows them side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from rich.table import Table
+from rich.text import Text
+
+from trtllm_kvmap.artifact.kvmap import KvMap
+from trtllm_kvmap.errors import InputError
+from trtllm_kvmap.evaluate.choice_tasks import NORMALISED
+from trtllm_kvmap.evaluate.gates import Gates
+from trtllm_kvmap.evaluate.report import Report, written
+from trtllm_kvmap.evaluate.run import EvaluationConfig, evaluate
+from trtllm_kvmap.evaluate.task_config import TaskConfig
+from trtllm_kvmap.evaluate.tasks import named_task, read_items
+from trtllm_kvmap.models import LoadedModel
+
+
+def evaluate_tasks(
+    kvmap: KvMap,
+    source: LoadedModel,
+    target: LoadedModel,
+    tasks: Mapping[str, TaskConfig],
+    config: EvaluationConfig,
+    gates: Gates,
+    on_item: Callable[[str, int, int], None],
+) -> dict[str, Report]:
+    """The report of each task. Scores are length-normalised where the task's published accuracy is
+    (or everywhere, if ``config`` says so); a task without questions is judged by nll. All files are
+    read before the first model runs. ``on_item(task, done, total)``.
+    """
+    items = {name: read_items(task, target.tokenizer) for name, task in tasks.items()}
+    reports = {}
+    for name, read in items.items():
+        asked = any(item.questions for item in read)
+        judged = replace(
+            config,
+            metric=config.metric if asked else "nll",
+            length_normalised=config.length_normalised or name in NORMALISED,
+        )
+
+        def report_progress(done: int, total: int, name: str = name) -> None:
+            on_item(name, done, total)
+
+        reports[name] = evaluate(
+            kvmap, source, target, read, judged, on_item=report_progress, gates=gates
+        )
+    return reports
+
+
+def task_configs(tasks: str, config: TaskConfig) -> dict[str, TaskConfig]:
+    """``config`` for each of the comma-separated ``tasks``, see tasks.named_task. Raises InputError
+    for a task that is named twice, or for no name.
+    """
+    names = [name.strip() for name in tasks.split(",")]
+    if not all(names) or len(set(names)) < len(names):
+        raise InputError(f"tasks needs different names between commas, got {tasks!r}.")
+    return {name: named_task(config, name) for name in names}
+
+
+def suite_table(reports: Mapping[str, Report]) -> Table:
+    """One task a row: the models alone, the mapped target, and what it recovers of the gap."""
+    table = Table(box=None, pad_edge=False, title_justify="left")
+    for index, column in enumerate(
+        (
+            "task",
+            "score",
+            "target",
+            "source",
+            "mapped",
+            "gap recovered",
+            "above chance",
+            "tokens mapped",
+        )
+    ):
+        table.add_column(Text(column), justify="right" if index > 1 else "left")
+    for name, report in reports.items():
+        metric, arms = report.config["metric"], report.arms
+        arm = arms[report.config["arm"]]
+        table.add_row(
+            name,
+            metric,
+            written(arms["target"][metric], interval=False),
+            written(arms["source"][metric], interval=False),
+            written(arm[metric], interval=True),
+            written(arm["gap_recovered"], interval=True),
+            written(arm["retention_normalised"], interval=False),
+            f"{arm['mapped_share']:.0%}",
+        )
+    return table
