@@ -40,6 +40,7 @@ class Mutant:
 GEMM, TILE, STRIP = "groupedGemm.cuh", "finishTile.cuh", "stripRope.cuh"
 RESOLVE, COPY, HOST = "resolveTokens.cuh", "copyHeads.cuh", "mapKvCacheCuda.cu"
 CELLS, PACK, HOPPER = "cacheElements.cuh", "packMap.cpp", "groupedGemmHopper.cuh"
+FLOAT8, LAYOUT = "float8Weights.cuh", "packedMap.h"
 
 MUTANTS = (
     # The ring of asynchronous copies.
@@ -348,6 +349,55 @@ MUTANTS = (
         "given.bias[n]",
         "the bias keeps the order of channels where the columns do not",
     ),
+    # Weights in fp8-e4m3.
+    Mutant(
+        GEMM,
+        "widenFloat8<T>(codes[n] << 8);",
+        "widenFloat8<T>(codes[n]);",
+        "both halves of a step get the weights of the first",
+    ),
+    Mutant(
+        GEMM,
+        "((k ^ (row / 2 & 3)) << 4)",
+        "((k ^ (row & 3)) << 4)",
+        "fp8 weights are read under another swizzle than they are packed with",
+    ),
+    Mutant(
+        GEMM,
+        "+ packed * Shape::kWeightBytes + piece",
+        "+ packed + packed / 4096 * 2048 + piece",
+        "blocks of weights taken to be neither of one byte nor of two",
+    ),
+    Mutant(
+        FLOAT8,
+        "0x3f803f80u) | (codes & 0x80008000u)",
+        "0x3f803f80u) | (codes & 0x00008000u)",
+        "the upper weight of a pair loses its sign in fp16",
+    ),
+    Mutant(
+        FLOAT8,
+        "kPowersOf120 = 0x7b807b80u",
+        "kPowersOf120 = 0x7b007b00u",
+        "the bias is one short: half of each weight",
+    ),
+    Mutant(
+        TILE,
+        "__fmaf_rn(second, pair.scale[1], pair.bias[1])",
+        "__fmaf_rn(second, pair.scale[0], pair.bias[1])",
+        "both channels of a pair get the first one's scale",
+    ),
+    Mutant(
+        PACK,
+        "given.scale ? given.scale[columnOf[n]] : 1.0f",
+        "given.scale ? given.scale[n] : 1.0f",
+        "scales keep the order of channels where the columns do not",
+    ),
+    Mutant(
+        LAYOUT,
+        "i % 8 / 2 * 4 + i % 2 * 2 + (i < 8 ? 1 : 0)",
+        "i % 8 / 2 * 4 + i % 2 * 2 + (i < 8 ? 0 : 1)",
+        "the halves of a step of 16 inputs change places",
+    ),
     # Hopper.
     Mutant(
         HOPPER,
@@ -411,7 +461,15 @@ def run_checks(library_path: Path) -> str:
     from native_kernels import RefusedError, load
 
     named = {
-        case.id: case for case in (*CASES, t.LONG_K, t.TWO_TILES, t.HEADS_OF_128, t.COPY_PARTIAL)
+        case.id: case
+        for case in (
+            *CASES,
+            *t.FLOAT8_WEIGHTS,
+            t.LONG_K,
+            t.TWO_TILES,
+            t.HEADS_OF_128,
+            t.COPY_PARTIAL,
+        )
     }
     half: list[tuple[str, dict[str, int]]] = [
         ("slice-with-own-layer-0", {"variant": t.WIDE}),
@@ -434,6 +492,9 @@ def run_checks(library_path: Path) -> str:
         ("copy-float8", {}),
         ("copy-float8-rescaled", {}),
         ("copies-of-other-fields", {}),
+        ("float8-weights-many-inputs", {"variant": t.SMALL_T}),
+        ("float8-weights-two-row-tiles", {"variant": t.WIDE}),
+        ("float8-weights-pooled-with-own-layer-0", {"variant": t.NARROW}),
         ("slice-with-own-layer-0", {"variant": t.HOPPER}),
         ("many-inputs", {"variant": t.HOPPER}),
         ("two-row-tiles", {"variant": t.HOPPER}),
@@ -453,8 +514,11 @@ def run_checks(library_path: Path) -> str:
         if seed == 1:
             try:
                 t.check(library, named["slice-with-own-layer-0"], t.FLOAT32)
+                t.check(library, named["float8-weights"], t.FLOAT32)
+                case = t.with_dtype(named["float8-weights"], "float16")
+                t.check(library, case, t.FLOAT16, variant=t.SMALL_T)
             except (AssertionError, RefusedError) as error:
-                return f"float32: {str(error).splitlines()[0][:120]}"
+                return f"float32 or float16: {str(error).splitlines()[0][:120]}"
     return ""
 
 

@@ -30,14 +30,14 @@ ModelShape shapeOf(at::IntArrayRef ints, char const* what)
 class GroupReader
 {
 public:
-    GroupReader(at::IntArrayRef ints, at::TensorList weights, at::TensorList biases)
+    GroupReader(at::IntArrayRef ints, at::TensorList weights, at::TensorList biases, at::TensorList scales)
         : mInts(ints)
     {
         mHeads.reserve(weights.size());
         mSlices.reserve(weights.size());
         for (size_t i = 0; i < weights.size(); ++i)
         {
-            readGroup(weights[i], biases[i]);
+            readGroup(weights[i], biases[i], scales[i]);
         }
         TORCH_CHECK_VALUE(mNext == mInts.size(), "groups has ", mInts.size(), " numbers, of which ", weights.size(),
             " groups use ", mNext, "; give one weight and one bias for each group.");
@@ -74,7 +74,7 @@ private:
         return count;
     }
 
-    void readGroup(at::Tensor const& weight, at::Tensor const& bias)
+    void readGroup(at::Tensor const& weight, at::Tensor const& bias, at::Tensor const& scale)
     {
         MapGroupSpec spec{};
         spec.field = takeOneOfTwo<Field>();
@@ -98,6 +98,7 @@ private:
         spec.slices = slices.data();
         spec.weight = floats(weight, "weight");
         spec.bias = floats(bias, "bias");
+        spec.scale = floats(scale, "scale");
         mSpecs.push_back(spec);
     }
 
@@ -117,7 +118,7 @@ private:
 };
 
 // The sizes that packMap trusts its pointers to have.
-void checkSizes(MapSpec const& spec, at::TensorList weights, at::TensorList biases)
+void checkSizes(MapSpec const& spec, at::TensorList weights, at::TensorList biases, at::TensorList scales)
 {
     for (int32_t i = 0; i < spec.numGroups; ++i)
     {
@@ -131,9 +132,12 @@ void checkSizes(MapSpec const& spec, at::TensorList weights, at::TensorList bias
         bool const copied = weights[i].numel() == 0 && biases[i].numel() == 0;
         bool const fits = weights[i].dim() == 2 && weights[i].size(0) == rows && weights[i].size(1) == columns
             && biases[i].dim() == 1 && biases[i].size(0) == columns;
+        bool const scaled = scales[i].numel() == 0 || (scales[i].dim() == 1 && scales[i].size(0) == columns);
         TORCH_CHECK_VALUE(copied || fits, "Group ", i, " has a weight of ", weights[i].sizes(), " and a bias of ",
             biases[i].sizes(), "; it needs [", rows, ", ", columns, "] and [", columns,
             "], or two empty tensors for a copy.");
+        TORCH_CHECK_VALUE(scaled, "Group ", i, " has a scale of ", scales[i].sizes(), "; it needs [", columns,
+            "], or an empty tensor where all are 1.");
     }
 }
 
@@ -147,18 +151,21 @@ at::Tensor emptyAligned(int64_t bytes)
 }
 
 std::tuple<at::Tensor, std::vector<int64_t>> packMapOp(at::IntArrayRef sourceShape, at::IntArrayRef targetShape,
-    at::IntArrayRef groups, at::TensorList weights, at::TensorList biases, at::ScalarType computeType)
+    at::IntArrayRef groups, at::TensorList weights, at::TensorList biases, at::TensorList scales,
+    at::ScalarType computeType, at::ScalarType weightType)
 {
-    TORCH_CHECK_VALUE(weights.size() == biases.size(), "There are ", weights.size(), " weights and ", biases.size(),
-        " biases; one of each is needed for every group, empty for a copy.");
-    GroupReader const reader(groups, weights, biases);
+    TORCH_CHECK_VALUE(weights.size() == biases.size() && weights.size() == scales.size(), "There are ", weights.size(),
+        " weights, ", biases.size(), " biases and ", scales.size(),
+        " scales; one of each is needed for every group, empty for a copy.");
+    GroupReader const reader(groups, weights, biases, scales);
     MapSpec spec{};
     spec.source = shapeOf(sourceShape, "source");
     spec.target = shapeOf(targetShape, "target");
     spec.computeType = dtypeOf(computeType, "The compute type");
+    spec.weightType = dtypeOf(weightType, "The weights' type");
     spec.numGroups = static_cast<int32_t>(reader.specs().size());
     spec.groups = reader.specs().data();
-    checkSizes(spec, weights, biases);
+    checkSizes(spec, weights, biases, scales);
 
     size_t bytes = 0;
     require(packedMapSize(spec, &bytes));
@@ -185,9 +192,10 @@ TORCH_LIBRARY_FRAGMENT(trtllm_kvmap, library)
     // shapes: [num_layers, num_kv_heads, head_dim, rotary_dim, interleaved]. groups, one after the other: field (key 0,
     // value 1), layer, number of heads, number of slices, the heads, and for each slice origin (source 0, target 1),
     // field, layer, head. weights float32 [sum of slice widths, heads * head_dim] and biases [heads * head_dim], both
-    // empty for a copy. Returns the packed map, uint8, and its layout.
+    // empty for a copy; scales [heads * head_dim], factors of a weight's columns, empty where all are 1. weight_type:
+    // the compute type, or float8_e4m3fn. Returns the packed map, uint8, and its layout.
     library.def("pack_map(int[] source_shape, int[] target_shape, int[] groups, Tensor[] weights, Tensor[] biases, "
-                "ScalarType compute_type) -> (Tensor, int[])",
+                "Tensor[] scales, ScalarType compute_type, ScalarType weight_type) -> (Tensor, int[])",
         packMapOp);
     // Bytes that map_kv needs on a GPU.
     library.def("workspace_size(int[] layout, int num_tokens, int chunk_tokens, int variant) -> int", workspaceSizeOp);

@@ -483,6 +483,21 @@ inline std::uint32_t fp16PairOfE4m3Pair(std::uint16_t pair)
     return static_cast<std::uint32_t>(half(pair >> 8)) << 16 | half(pair & 255);
 }
 
+//! fma.rn.bf16x2 as sm_80 multiplies by it: the sum with anything but -0 is not modelled.
+inline std::uint32_t multiplyBf16Pair(std::uint32_t a, std::uint32_t b, std::uint32_t c)
+{
+    if (c != 0x80008000u)
+    {
+        emulator::fail("fma.rn.bf16x2: an addend of %08x; only the product, plus -0 in both halves, is modelled", c);
+    }
+    return multiplyPair(MmaType::kBF16, a, b);
+}
+
+inline std::uint32_t multiplyFp16Pair(std::uint32_t a, std::uint32_t b)
+{
+    return multiplyPair(MmaType::kFP16, a, b);
+}
+
 //! Float to integer as cvt does it: NaN becomes 0, what is out of range the nearest bound. \p value is whole already.
 template <typename T, typename F>
 inline T saturate(F value)

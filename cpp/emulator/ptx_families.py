@@ -50,6 +50,8 @@ def _sub(op: Operation) -> str | None:
 
 
 def _mul(op: Operation) -> str | None:
+    if op.parts[-1] == "f16x2":
+        return _words(op, "mul.rn.f16x2", "multiplyFp16Pair")
     if op.type in FLOATS:
         return op.call("multiply", FLOATS, {"rn"})
     product = _integer_product(op)
@@ -80,6 +82,8 @@ def _integer_product(op: Operation) -> tuple[str, str] | None:
 
 
 def _fma(op: Operation) -> str | None:
+    if op.parts[-1] == "bf16x2":
+        return _words(op, "fma.rn.bf16x2", "multiplyBf16Pair")
     return op.call("fma", FLOATS, {"rn"}) if op.modifiers == ("rn",) else None
 
 

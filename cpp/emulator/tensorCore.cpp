@@ -1,6 +1,7 @@
 // ldmatrix and mma.sync: the fragments of a warp become matrices, and matrices fragments.
 
 #include "emulator/block.h"
+#include "emulator/cudaEmulator.h"
 #include "emulator/sanitizer.h"
 #include "emulator/warp.h"
 
@@ -176,6 +177,22 @@ void multiplyAccumulate(
     bool const bf16 = type == MmaType::kBF16;
     Block::current()->gather(bf16 ? Collective::kMMA_BF16 : Collective::kMMA_FP16, kWARP, &operands,
         bf16 ? executeMma<MmaType::kBF16> : executeMma<MmaType::kFP16>);
+}
+
+std::uint32_t multiplyPair(MmaType type, std::uint32_t a, std::uint32_t b)
+{
+    bool const bf16 = type == MmaType::kBF16;
+    std::uint32_t product = 0;
+    for (int half = 0; half < 2; ++half)
+    {
+        // In float64 the product is exact.
+        double const exact = bf16 ? double{element<MmaType::kBF16>(a, half)} * element<MmaType::kBF16>(b, half)
+                                  : double{element<MmaType::kFP16>(a, half)} * element<MmaType::kFP16>(b, half);
+        std::uint32_t const bits = bf16 ? __nv_bfloat16_raw(__double2bfloat16(exact)).x
+                                        : __half_raw(__double2half(exact)).x;
+        product |= bits << (16 * half);
+    }
+    return product;
 }
 
 } // namespace trtllm_kvmap::emulator

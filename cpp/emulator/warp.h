@@ -54,6 +54,9 @@ enum class MmaType : int
 void multiplyAccumulate(
     MmaType type, float (&accumulators)[4], std::uint32_t const (&a)[4], std::uint32_t b0, std::uint32_t b1);
 
+//! The products of two pairs of bf16 or fp16, each rounded once.
+std::uint32_t multiplyPair(MmaType type, std::uint32_t a, std::uint32_t b);
+
 //! cp.async.cg of 16 bytes; zeros when not \p valid, and \p source is then not read.
 void asyncCopy16(std::uint32_t destination, void const* source, bool valid);
 void asyncCommit();

@@ -1,4 +1,4 @@
-// The end of a product: bias and the target's RoPE in registers, a float tile in shared memory, and from there whole
+// The end of a product: column scales, bias and the target's RoPE in registers, a float tile in shared memory, and from there whole
 // 16-byte pieces into the target's blocks.
 //
 // Packed columns 2i and 2i + 1 of a key head are a RoPE pair, so both lie in one thread's accumulators. In shared
@@ -28,6 +28,7 @@ struct GemmArgs
     int32_t const* headLists;
     Tile const* tiles;
     float const* bias;
+    float const* scales; // of columns; read when weights are fp8-e4m3
     void const* weights;
     TokenRow const* rows;
     void const* source; // un-rotated slices, [slice][chunkTokens][sourceWidth]
@@ -51,6 +52,7 @@ struct GemmArgs
 struct ColumnPair
 {
     float bias[2];
+    float scale[2];   // with kScaled
     int32_t place[2]; // columns of the staging tile
     int32_t rotation; // index of the RoPE pair, -1: does not turn
 };
@@ -67,6 +69,7 @@ __device__ __forceinline__ int32_t turningOf(GemmArgs const& args, MapGroup cons
 }
 
 //! Columns \p inTile (even) and the next one of the tile that begins at column \p column of its group.
+template <bool kScaled>
 __device__ __forceinline__ ColumnPair columnPair(
     GemmArgs const& args, MapGroup const& group, int32_t column, int32_t inTile)
 {
@@ -77,6 +80,8 @@ __device__ __forceinline__ ColumnPair columnPair(
     ColumnPair pair;
     pair.bias[0] = exists ? args.bias[group.bias + inGroup] : 0.0f;
     pair.bias[1] = exists ? args.bias[group.bias + inGroup + 1] : 0.0f;
+    pair.scale[0] = kScaled && exists ? args.scales[group.bias + inGroup] : 1.0f;
+    pair.scale[1] = kScaled && exists ? args.scales[group.bias + inGroup + 1] : 1.0f;
     pair.rotation = turns ? inHead / 2 : -1;
     bool const moves = turns && untangles(args);
     pair.place[0] = moves ? (inTile & ~15) + (inTile & 15) / 2 : inTile;
@@ -84,13 +89,13 @@ __device__ __forceinline__ ColumnPair columnPair(
     return pair;
 }
 
-//! Bias and rotate one token's pair, and leave it in \p staging, [rows][kColumns + padding].
-template <int kColumns>
+//! Scale, bias and rotate one token's pair, and leave it in \p staging, [rows][kColumns + padding].
+template <int kColumns, bool kScaled>
 __device__ __forceinline__ void stagePair(GemmArgs const& args, ColumnPair const& pair, int32_t firstRow, int32_t row,
     float first, float second, float* staging)
 {
-    float a = __fadd_rn(first, pair.bias[0]);
-    float b = __fadd_rn(second, pair.bias[1]);
+    float a = kScaled ? __fmaf_rn(first, pair.scale[0], pair.bias[0]) : __fadd_rn(first, pair.bias[0]);
+    float b = kScaled ? __fmaf_rn(second, pair.scale[1], pair.bias[1]) : __fadd_rn(second, pair.bias[1]);
     if (pair.rotation >= 0)
     {
         int64_t const angle

@@ -9,13 +9,15 @@
 #pragma once
 
 #include "kernels/finishTile.cuh"
+#include "kernels/float8Weights.cuh"
 
 namespace trtllm_kvmap::kernels
 {
 
 //! kRows tokens x kColumns columns, eight warps as kWarpRows x (8 / kWarpRows), kResident blocks on a multiprocessor.
-//! kSplitsK: an item may be a part of K.
-template <int kRowsOfTile, int kColumnsOfTile, int kWarpRows, int kRing, int kResidentBlocks, bool kSplits>
+//! kSplitsK: an item may be a part of K. kWeightBytes: 2, weights as they are multiplied, or 1, fp8-e4m3.
+template <int kRowsOfTile, int kColumnsOfTile, int kWarpRows, int kRing, int kResidentBlocks, bool kSplits,
+    int kBytesOfWeight>
 struct GemmShape
 {
     static constexpr int kResident = kResidentBlocks;
@@ -29,7 +31,9 @@ struct GemmShape
     static constexpr int kMmaRows = kRowsOfWarp / 16;
     static constexpr int kMmaColumns = kColumnsOfWarp / 8;
     static constexpr int kRowBytes = kBlockInputs * 2;
-    static constexpr int kStageBytes = (kRows + kColumns) * kRowBytes;
+    static constexpr int kWeightBytes = kBytesOfWeight;
+    static constexpr bool kScaled = kWeightBytes == 1;
+    static constexpr int kStageBytes = kRows * kRowBytes + kColumns * kBlockInputs * kWeightBytes;
     static constexpr int kRingBytes = kStages * kStageBytes;
     static constexpr int kStagingBytes = stagingBytes(kRows, kColumns);
     static constexpr int kSharedBytes = kRingBytes > kStagingBytes ? kRingBytes : kStagingBytes;
@@ -37,9 +41,12 @@ struct GemmShape
 
 // A wide tile does 85 FLOP for each byte it takes from the L2 cache, which is what limits tiles of 128 x 128 (64); its
 // accumulators leave room for one block. The others hide their beginnings and endings behind a second block.
-using WideShape = GemmShape<kWideTileRows, kWideColumns, 4, 3, 1, false>;
-using NarrowShape = GemmShape<kNarrowTileRows, kBlockColumns, 4, 4, 2, false>;
-using SmallTShape = GemmShape<kSmallTileRows, kWideColumns, 2, 4, 2, true>;
+template <int kWeightBytes>
+using WideShape = GemmShape<kWideTileRows, kWideColumns, 4, 3, 1, false, kWeightBytes>;
+template <int kWeightBytes>
+using NarrowShape = GemmShape<kNarrowTileRows, kBlockColumns, 4, 4, 2, false, kWeightBytes>;
+template <int kWeightBytes>
+using SmallTShape = GemmShape<kSmallTileRows, kWideColumns, 2, 4, 2, true, kWeightBytes>;
 
 //! One work item, decoded.
 struct WorkItem
@@ -102,9 +109,9 @@ __device__ __forceinline__ InputChunk<T> inputChunk(
 template <typename T, typename Shape>
 __device__ __forceinline__ void loadStage(GemmArgs const& args, WorkItem const& item, int32_t block, uint32_t stage)
 {
-    constexpr int kChunks = kBlockInputs / kVector;            // of 16 bytes in a row
+    constexpr int kChunks = kBlockInputs / kVector; // of 16 bytes in a row of x
     constexpr int kRowsAtOnce = kGemmThreads / kChunks;
-    constexpr int kThreadsPerBlock = kBlockElements / kVector; // chunks in a packed block
+    constexpr int kPieces = kBlockElements * Shape::kWeightBytes / 16; // of 16 bytes in a packed block
     int32_t const thread = static_cast<int32_t>(threadIdx.x);
     int32_t const chunk = thread % kChunks;
     int32_t const row = thread / kChunks;
@@ -121,20 +128,47 @@ __device__ __forceinline__ void loadStage(GemmArgs const& args, WorkItem const& 
     uint32_t const weightStage = stage + Shape::kRows * Shape::kRowBytes;
     int32_t const columns = item.group.numHeads * args.headDim;
 #pragma unroll
-    for (int i = 0; i < Shape::kColumns * kChunks / kGemmThreads; ++i)
+    for (int i = 0; i < Shape::kColumns / kBlockColumns * kPieces / kGemmThreads; ++i)
     {
         int32_t const piece = i * kGemmThreads + thread;
-        int32_t const columnBlock = item.column / kBlockColumns + piece / kThreadsPerBlock;
+        int32_t const columnBlock = item.column / kBlockColumns + piece / kPieces;
         bool const exists = columnBlock * kBlockColumns < columns;
         int64_t const packed = item.group.weight
-            + (static_cast<int64_t>(exists ? columnBlock : 0) * item.group.kBlocks + block) * kBlockElements
-            + piece % kThreadsPerBlock * kVector;
-        cpAsync16(weightStage + piece * 16, static_cast<T const*>(args.weights) + packed, exists);
+            + (static_cast<int64_t>(exists ? columnBlock : 0) * item.group.kBlocks + block) * kBlockElements;
+        cpAsync16(weightStage + piece * 16,
+            static_cast<char const*>(args.weights) + packed * Shape::kWeightBytes + piece % kPieces * 16, exists);
     }
 }
 
 template <typename Shape>
 using Accumulators = float[Shape::kMmaRows][Shape::kMmaColumns][4];
+
+//! accumulators += x W over step \p k of 16 inputs, W in fp8-e4m3: each lane names one of 32 rows at that chunk.
+template <typename T, typename Shape>
+__device__ __forceinline__ void multiplyFloat8Step(
+    uint32_t const (&x)[Shape::kMmaRows][4], uint32_t weightStage, int k, Accumulators<Shape>& accumulators)
+{
+    int32_t const warp = static_cast<int32_t>(threadIdx.x) / 32;
+    int32_t const lane = static_cast<int32_t>(threadIdx.x) % 32;
+    int32_t const row = warp % Shape::kWarpColumns * Shape::kColumnsOfWarp + lane;
+#pragma unroll
+    for (int j = 0; j < Shape::kMmaColumns; j += 4)
+    {
+        uint32_t codes[4];
+        ldmatrixX4(codes, weightStage + (row + 8 * j) * kBlockInputs + ((k ^ (row / 2 & 3)) << 4));
+#pragma unroll
+        for (int n = 0; n < 4; ++n)
+        {
+            uint32_t const b0 = widenFloat8<T>(codes[n]);
+            uint32_t const b1 = widenFloat8<T>(codes[n] << 8);
+#pragma unroll
+            for (int i = 0; i < Shape::kMmaRows; ++i)
+            {
+                mmaM16N8K16<T>(accumulators[i][j + n], x[i], b0, b1);
+            }
+        }
+    }
+}
 
 //! accumulators += x W over one K-block in shared memory.
 template <typename T, typename Shape>
@@ -160,16 +194,24 @@ __device__ __forceinline__ void multiplyStage(uint32_t stage, Accumulators<Shape
         {
             ldmatrixX4(x[i], stage + (xRow + 16 * i) * Shape::kRowBytes + (((2 * k + xChunk) ^ (xRow & 7)) << 4));
         }
-#pragma unroll
-        for (int j = 0; j < Shape::kMmaColumns; j += 2)
+        if constexpr (Shape::kWeightBytes == 1)
         {
-            uint32_t w[4];
-            ldmatrixX4(w, weightStage + (wRow + 8 * j) * Shape::kRowBytes + (((2 * k + wChunk) ^ (wRow & 7)) << 4));
+            multiplyFloat8Step<T, Shape>(x, weightStage, k, accumulators);
+        }
+        else
+        {
 #pragma unroll
-            for (int i = 0; i < Shape::kMmaRows; ++i)
+            for (int j = 0; j < Shape::kMmaColumns; j += 2)
             {
-                mmaM16N8K16<T>(accumulators[i][j], x[i], w[0], w[1]);
-                mmaM16N8K16<T>(accumulators[i][j + 1], x[i], w[2], w[3]);
+                uint32_t w[4];
+                ldmatrixX4(
+                    w, weightStage + (wRow + 8 * j) * Shape::kRowBytes + (((2 * k + wChunk) ^ (wRow & 7)) << 4));
+#pragma unroll
+                for (int i = 0; i < Shape::kMmaRows; ++i)
+                {
+                    mmaM16N8K16<T>(accumulators[i][j], x[i], w[0], w[1]);
+                    mmaM16N8K16<T>(accumulators[i][j + 1], x[i], w[2], w[3]);
+                }
             }
         }
     }
@@ -238,7 +280,7 @@ __device__ __forceinline__ void finishItem(GemmArgs const& args, MapGroup const&
     for (int j = 0; j < Shape::kMmaColumns; ++j)
     {
         int32_t const inTile = warpColumn + 8 * j + 2 * (lane % 4);
-        ColumnPair const pair = columnPair(args, group, column, inTile);
+        ColumnPair const pair = columnPair<Shape::kScaled>(args, group, column, inTile);
 #pragma unroll
         for (int i = 0; i < Shape::kMmaRows; ++i)
         {
@@ -246,7 +288,7 @@ __device__ __forceinline__ void finishItem(GemmArgs const& args, MapGroup const&
             for (int h = 0; h < 2; ++h)
             {
                 int32_t const row = warpRow + 16 * i + 8 * h + lane / 4;
-                stagePair<Shape::kColumns>(args, pair, firstRow, row, accumulators[i][j][2 * h],
+                stagePair<Shape::kColumns, Shape::kScaled>(args, pair, firstRow, row, accumulators[i][j][2 * h],
                     accumulators[i][j][2 * h + 1], staging);
             }
         }

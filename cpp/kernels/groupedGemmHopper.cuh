@@ -167,7 +167,7 @@ __device__ __forceinline__ void finishHopperItem(
 #pragma unroll
     for (int j = 0; j < HopperShape::kColumns / 8; ++j)
     {
-        ColumnPair const pair = columnPair(args, item.group, item.column, 8 * j + 2 * (lane % 4));
+        ColumnPair const pair = columnPair<false>(args, item.group, item.column, 8 * j + 2 * (lane % 4));
 #pragma unroll
         for (int p = 0; p < HopperShape::kProducts; ++p)
         {
@@ -175,7 +175,7 @@ __device__ __forceinline__ void finishHopperItem(
             for (int h = 0; h < 2; ++h)
             {
                 int32_t const row = warpRow + 64 * p + 8 * h + lane / 4;
-                stagePair<HopperShape::kColumns>(args, pair, item.firstRow, row, accumulators[p][4 * j + 2 * h],
+                stagePair<HopperShape::kColumns, false>(args, pair, item.firstRow, row, accumulators[p][4 * j + 2 * h],
                     accumulators[p][4 * j + 2 * h + 1], staging);
             }
         }

@@ -1,7 +1,8 @@
 // map_kv written out, one number at a time, in float64:
 //
-//     y = R_target( sum_i R_source^-1(x_i) W_i + b )
+//     y = R_target( s sum_i R_source^-1(x_i) W_i + b )
 //
+// s, a factor for each column, is 1 unless weights are kept in fp8-e4m3.
 // R turns the channel pairs of a key by its position; values do not turn. This file is here to be read and to be
 // compared with; the kernels compute the same.
 
@@ -122,7 +123,8 @@ void mapHead(MapParams const& p, MapGroup const& group, int32_t index, Token con
     PackedMap const& map = p.map;
     int32_t const dim = map.target.headDim;
     int32_t const turning = turningChannels(map.target, group.field);
-    int32_t const elementBytes = sizeOf(map.computeType);
+    int32_t const elementBytes = sizeOf(map.weightType);
+    bool const scaled = map.weightType == DType::kFP8_E4M3;
     float const* bias = table<float>(map, map.bias) + group.bias;
     double y[kMaxHeadDim];
     for (int32_t column = 0; column < dim; ++column)
@@ -144,9 +146,10 @@ void mapHead(MapParams const& p, MapGroup const& group, int32_t index, Token con
                 sum += x[c]
                     * loadNumber(table<char>(map, map.weights),
                         group.weight + weightIndex(index * dim + column, k + c, group.kBlocks, elementBytes),
-                        map.computeType);
+                        map.weightType);
             }
-            y[channelOfColumn(column, turning, map.target.interleaved)] += sum;
+            double const scale = scaled ? table<float>(map, map.scales)[group.bias + index * dim + column] : 1.0;
+            y[channelOfColumn(column, turning, map.target.interleaved)] += scale * sum;
         }
         k += sliceWidth(shape);
     }

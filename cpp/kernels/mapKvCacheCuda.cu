@@ -133,6 +133,11 @@ private:
             vectors ? stripRope<kVector> : stripRope<1>, grid, kStripThreads, 0, mStream, args);
     }
 
+    bool keepsFloat8() const
+    {
+        return mMap.weightType == DType::kFP8_E4M3;
+    }
+
     GemmArgs gemmArgs() const
     {
         bool const narrow = mLayout.variant == Variant::kNARROW;
@@ -144,6 +149,7 @@ private:
         args.headLists = table<int32_t>(mMap, mMap.headLists);
         args.tiles = table<Tile>(mMap, narrow ? mMap.narrowTiles : mMap.wideTiles);
         args.bias = table<float>(mMap, mMap.bias);
+        args.scales = table<float>(mMap, mMap.scales);
         args.weights = table<char>(mMap, mMap.weights);
         args.rows = workspace<TokenRow>(mLayout.rows);
         args.source = workspace<char>(mLayout.source);
@@ -187,27 +193,27 @@ private:
         switch (mMap.computeType)
         {
         case DType::kFLOAT32:
-            return launchKernel(plainGemm,
+            return launchKernel(keepsFloat8() ? plainGemm<1> : plainGemm<4>,
                 persistentBlocks(int64_t{args.numRowTiles} * args.numTiles, PlainShape::kResident), kGemmThreads,
                 PlainShape::kSharedBytes, mStream, args);
         case DType::kFLOAT16:
-            return multiplyAs<__half>(args);
+            return keepsFloat8() ? multiplyAs<__half, 1>(args) : multiplyAs<__half, 2>(args);
         default:
-            return multiplyAs<__nv_bfloat16>(args);
+            return keepsFloat8() ? multiplyAs<__nv_bfloat16, 1>(args) : multiplyAs<__nv_bfloat16, 2>(args);
         }
     }
 
-    template <typename T>
+    template <typename T, int kWeightBytes>
     char const* multiplyAs(GemmArgs const& args)
     {
         switch (mLayout.variant)
         {
         case Variant::kNARROW:
-            return multiplyIn<T, NarrowShape>(args);
+            return multiplyIn<T, NarrowShape<kWeightBytes>>(args);
         case Variant::kSMALL_T:
-            return multiplyIn<T, SmallTShape>(args);
+            return multiplyIn<T, SmallTShape<kWeightBytes>>(args);
         default:
-            return multiplyIn<T, WideShape>(args);
+            return multiplyIn<T, WideShape<kWeightBytes>>(args);
         }
     }
 

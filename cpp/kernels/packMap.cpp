@@ -5,6 +5,7 @@
 #include "kernels/status.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <map>
 #include <new>
@@ -91,6 +92,11 @@ Status checkGroup(MapSpec const& spec, int32_t index)
             "Group %d needs a matrix and a bias, or neither and one slice per head; it has %d slices for %d heads.",
             index, g.numSlices, g.numHeads);
     }
+    if (copied && g.scale)
+    {
+        return makeStatus(
+            StatusCode::kINVALID_ARGUMENT, "Group %d copies heads and has scales; they belong to a matrix.", index);
+    }
     for (int32_t i = 0; i < g.numSlices; ++i)
     {
         Slice const& s = g.slices[i];
@@ -126,6 +132,13 @@ Status checkSpec(MapSpec const& spec)
         status = makeStatus(StatusCode::kINVALID_ARGUMENT,
             "A map is packed in float32, float16 or bfloat16 and holds groups; got type %d and %d groups.",
             static_cast<int32_t>(spec.computeType), spec.numGroups);
+    }
+    if (isOk(status) && spec.weightType != spec.computeType && spec.weightType != DType::kFP8_E4M3)
+    {
+        status = makeStatus(StatusCode::kINVALID_ARGUMENT,
+            "Weights are kept in the type of the products, %d, or in fp8-e4m3, %d; got type %d.",
+            static_cast<int32_t>(spec.computeType), static_cast<int32_t>(DType::kFP8_E4M3),
+            static_cast<int32_t>(spec.weightType));
     }
     for (int32_t i = 0; isOk(status) && i < spec.numGroups; ++i)
     {
@@ -246,6 +259,7 @@ PackedMap layOut(MapSpec const& spec, Tables const& tables)
     PackedMap map{};
     map.version = kPackedMapVersion;
     map.computeType = spec.computeType;
+    map.weightType = spec.weightType;
     map.source = spec.source;
     map.target = spec.target;
     map.numGroups = static_cast<int32_t>(tables.groups.size());
@@ -281,7 +295,8 @@ PackedMap layOut(MapSpec const& spec, Tables const& tables)
     map.wideTiles = placeTable(tables.wideTiles);
     map.narrowTiles = placeTable(tables.narrowTiles);
     map.bias = place(tables.biasFloats * sizeof(float));
-    map.weights = place(tables.weightElements * sizeOf(spec.computeType));
+    map.scales = place(spec.weightType == DType::kFP8_E4M3 ? tables.biasFloats * sizeof(float) : 0);
+    map.weights = place(tables.weightElements * sizeOf(spec.weightType));
     return map;
 }
 
@@ -295,18 +310,24 @@ void write(char* blob, int64_t offset, std::vector<T> const& rows)
 }
 
 // Row after row: what neighbouring rows write shares cache lines, few enough to stay in the cache. The type is known to
-// the compiler, which halves the time of a large map.
+// the compiler, which halves the time of a large map. False when a weight of fp8-e4m3 is no number: the kernels widen
+// codes without looking.
 template <DType dtype>
-void writeGroup(MapSpec const& spec, MapGroupSpec const& given, MapGroup const& group, float* bias, void* weights)
+bool writeGroup(MapSpec const& spec, MapGroupSpec const& given, MapGroup const& group, PackedMap const& map, char* out)
 {
+    constexpr bool kKeepsScales = dtype == DType::kFP8_E4M3;
     int32_t const dim = spec.target.headDim;
     int32_t const turning = turningChannels(spec.target, group.field);
     int32_t const columns = given.numHeads * dim;
-    std::vector<int32_t> columnOf(columns); // packed column -> column of the matrix given
+    auto* const bias = reinterpret_cast<float*>(out + map.bias) + group.bias;
+    auto* const scales = reinterpret_cast<float*>(out + map.scales) + group.bias;
+    std::vector<int32_t> columnOf(columns);     // packed column -> column of the matrix given
+    std::vector<float> factorOf(columns, 1.0f); // what is multiplied into it here
     for (int32_t n = 0; n < columns; ++n)
     {
         columnOf[n] = n / dim * dim + channelOfColumn(n % dim, turning, spec.target.interleaved);
-        bias[group.bias + n] = given.bias[columnOf[n]];
+        bias[n] = given.bias[columnOf[n]];
+        (kKeepsScales ? scales[n] : factorOf[n]) = given.scale ? given.scale[columnOf[n]] : 1.0f;
     }
     std::vector<float const*> firstRow; // of each slice given
     float const* row = given.weight;
@@ -315,6 +336,7 @@ void writeGroup(MapSpec const& spec, MapGroupSpec const& given, MapGroup const& 
         firstRow.push_back(row);
         row += int64_t{widthOf(spec, given.slices[i])} * columns;
     }
+    bool areNumbers = true;
     int32_t k = 0;
     for (int32_t i : sliceOrder(given))
     {
@@ -323,12 +345,15 @@ void writeGroup(MapSpec const& spec, MapGroupSpec const& given, MapGroup const& 
         {
             for (int32_t n = 0; n < columns; ++n)
             {
-                storeNumber(weights, group.weight + weightIndex(n, k + channel, group.kBlocks, sizeOf(dtype)), dtype,
-                    row[columnOf[n]]);
+                float const weight = row[columnOf[n]] * factorOf[n];
+                areNumbers = areNumbers && (!kKeepsScales || !std::isnan(weight));
+                storeNumber(out + map.weights,
+                    group.weight + weightIndex(n, k + channel, group.kBlocks, sizeOf(dtype)), dtype, weight);
             }
         }
         k += static_cast<int32_t>(roundUp(widthOf(spec, given.slices[i]), kSliceGranularity));
     }
+    return areNumbers;
 }
 
 } // namespace
@@ -388,13 +413,17 @@ Status packMap(MapSpec const& spec, void* blob, size_t bytes, PackedMap* map)
         write(out, packed.headLists, tables.headLists);
         write(out, packed.wideTiles, tables.wideTiles);
         write(out, packed.narrowTiles, tables.narrowTiles);
-        auto* const writeMatrix = spec.computeType == DType::kFLOAT32 ? writeGroup<DType::kFLOAT32>
-            : spec.computeType == DType::kFLOAT16                     ? writeGroup<DType::kFLOAT16>
-                                                                      : writeGroup<DType::kBFLOAT16>;
+        auto* const writeMatrix = spec.weightType == DType::kFLOAT32 ? writeGroup<DType::kFLOAT32>
+            : spec.weightType == DType::kFLOAT16                     ? writeGroup<DType::kFLOAT16>
+            : spec.weightType == DType::kBFLOAT16                    ? writeGroup<DType::kBFLOAT16>
+                                                                     : writeGroup<DType::kFP8_E4M3>;
         for (size_t i = 0; i < tables.groups.size(); ++i)
         {
-            writeMatrix(spec, spec.groups[tables.order[i]], tables.groups[i],
-                reinterpret_cast<float*>(out + packed.bias), out + packed.weights);
+            if (!writeMatrix(spec, spec.groups[tables.order[i]], tables.groups[i], packed, out))
+            {
+                return makeStatus(StatusCode::kINVALID_ARGUMENT,
+                    "Group %d has a weight that is not a number; fp8-e4m3 keeps numbers only.", tables.order[i]);
+            }
         }
         packed.blob = blob;
         *map = packed;

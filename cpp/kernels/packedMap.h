@@ -67,15 +67,24 @@ TRTLLM_KVMAP_HOST_DEVICE constexpr int32_t sliceWidth(ModelShape const& shape)
     return (shape.headDim + kSliceGranularity - 1) / kSliceGranularity * kSliceGranularity;
 }
 
-// Where input k of column n lies in a group's matrix, in elements of `elementBytes`.
+// Where input i < 16 of a step lies among its 16 bytes in fp8-e4m3. A thread of an mma multiplies inputs 2q, 2q + 1,
+// 2q + 8 and 2q + 9 of a column, so these are one 32-bit word, the first two its halves' upper bytes.
+TRTLLM_KVMAP_HOST_DEVICE constexpr int32_t float8Place(int32_t i)
+{
+    return i % 8 / 2 * 4 + i % 2 * 2 + (i < 8 ? 1 : 0);
+}
+
+// Where input k of column n lies in a group's matrix, in elements of `elementBytes`. A row of fp8-e4m3 is 64 bytes, two
+// rows pass all banks, and chunk c of row r lies at c ^ (r / 2 & 3).
 TRTLLM_KVMAP_HOST_DEVICE int64_t weightIndex(int32_t n, int32_t k, int32_t kBlocks, int32_t elementBytes)
 {
     int32_t const perChunk = 16 / elementBytes;
     int32_t const row = n % kBlockColumns;
     int32_t const input = k % kBlockInputs;
-    int32_t const chunk = (input / perChunk) ^ (row & 7);
+    int32_t const chunk = (input / perChunk) ^ (elementBytes == 1 ? row / 2 & 3 : row & 7);
+    int32_t const inChunk = elementBytes == 1 ? float8Place(input % perChunk) : input % perChunk;
     int64_t const block = static_cast<int64_t>(n / kBlockColumns) * kBlocks + k / kBlockInputs;
-    return block * kBlockElements + row * kBlockInputs + chunk * perChunk + input % perChunk;
+    return block * kBlockElements + row * kBlockInputs + chunk * perChunk + inChunk;
 }
 
 // Channels of a head that turn: none of a value head.

@@ -21,6 +21,8 @@ struct PlainShape
     static_assert(stagingBytes(kRows, kColumns) <= kSharedBytes, "staging reuses the inputs' memory");
 };
 
+//! kWeightBytes: 4, or 1 for fp8-e4m3. Shared memory has a block's elements in the order in which they were packed.
+template <int kWeightBytes>
 __global__ void __launch_bounds__(kGemmThreads) plainGemm(__grid_constant__ GemmArgs const args)
 {
     TRTLLM_KVMAP_DYNAMIC_SHARED(shared);
@@ -49,11 +51,12 @@ __global__ void __launch_bounds__(kGemmThreads) plainGemm(__grid_constant__ Gemm
                     inputs[row * Shape::kInputPitch + chunk * kVector + e] = x ? x[e] : 0.0f;
                 }
             }
-            float const* const packed = static_cast<float const*>(args.weights) + item.group.weight
+            int64_t const packed = item.group.weight
                 + (static_cast<int64_t>(item.column / kBlockColumns) * item.group.kBlocks + block) * kBlockElements;
             for (int32_t i = thread; i < kBlockElements; i += kGemmThreads)
             {
-                weights[i] = packed[i];
+                weights[i] = kWeightBytes == 1 ? decode8(static_cast<uint8_t const*>(args.weights)[packed + i])
+                                               : static_cast<float const*>(args.weights)[packed + i];
             }
             __syncthreads();
             for (int32_t k = 0; k < kBlockInputs; ++k)
@@ -61,7 +64,7 @@ __global__ void __launch_bounds__(kGemmThreads) plainGemm(__grid_constant__ Gemm
 #pragma unroll
                 for (int c = 0; c < Shape::kThreadColumns; ++c)
                 {
-                    float const w = weights[weightIndex(firstColumn + c, k, 1, sizeof(float))];
+                    float const w = weights[weightIndex(firstColumn + c, k, 1, kWeightBytes)];
 #pragma unroll
                     for (int r = 0; r < Shape::kThreadRows; ++r)
                     {
@@ -74,11 +77,11 @@ __global__ void __launch_bounds__(kGemmThreads) plainGemm(__grid_constant__ Gemm
 #pragma unroll
         for (int c = 0; c < Shape::kThreadColumns; c += 2)
         {
-            ColumnPair const pair = columnPair(args, item.group, item.column, firstColumn + c);
+            ColumnPair const pair = columnPair<kWeightBytes == 1>(args, item.group, item.column, firstColumn + c);
 #pragma unroll
             for (int r = 0; r < Shape::kThreadRows; ++r)
             {
-                stagePair<Shape::kColumns>(
+                stagePair<Shape::kColumns, kWeightBytes == 1>(
                     args, pair, item.firstRow, firstRow + 16 * r, sums[r][c], sums[r][c + 1], inputs);
             }
         }

@@ -127,6 +127,34 @@ __device__ __forceinline__ void mmaM16N8K16<__half>(
 #endif
 }
 
+//! The products of two pairs of T, each rounded once; subnormal numbers are kept.
+template <typename T>
+__device__ __forceinline__ std::uint32_t multiplyPair(std::uint32_t a, std::uint32_t b);
+
+template <>
+__device__ __forceinline__ std::uint32_t multiplyPair<__nv_bfloat16>(std::uint32_t a, std::uint32_t b)
+{
+#if defined(TRTLLM_KVMAP_EMULATE)
+    return emulator::multiplyPair(emulator::MmaType::kBF16, a, b);
+#else
+    std::uint32_t product; // a b - 0: sm_80 has no other product of bf16
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;\n" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000u));
+    return product;
+#endif
+}
+
+template <>
+__device__ __forceinline__ std::uint32_t multiplyPair<__half>(std::uint32_t a, std::uint32_t b)
+{
+#if defined(TRTLLM_KVMAP_EMULATE)
+    return emulator::multiplyPair(emulator::MmaType::kFP16, a, b);
+#else
+    std::uint32_t product;
+    asm("mul.rn.f16x2 %0, %1, %2;\n" : "=r"(product) : "r"(a), "r"(b));
+    return product;
+#endif
+}
+
 //! Read 16 bytes of global memory that nothing writes during the kernel; \p address is 16-byte aligned.
 __device__ __forceinline__ uint4 loadGlobal16(void const* address)
 {

@@ -181,6 +181,11 @@ Status validate(MapParams const& params)
         return refuse("Variant %d is not known; use 0 to %d.", static_cast<int32_t>(params.variant),
             static_cast<int32_t>(Variant::kHOPPER));
     }
+    if (params.variant == Variant::kHOPPER && params.map.weightType == DType::kFP8_E4M3)
+    {
+        return refuse("The Hopper kernel reads weights in bfloat16 and this map keeps them in fp8-e4m3; use another "
+                      "variant, or pack the map with bfloat16 weights.");
+    }
     Status const status = checkCall(params);
     return isOk(status) ? checkWorkspace(params) : status;
 }

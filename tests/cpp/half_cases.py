@@ -39,7 +39,9 @@ def build_rounded(case: Case, dtype: torch.dtype) -> Built:
     """The case's tensors, with a map whose weights ``dtype`` holds exactly."""
     built = build(case)
     groups = tuple(
-        g if g.weight is None else replace(g, weight=g.weight.to(dtype).float())
+        g
+        if g.weight is None or g.weight_scale is not None
+        else replace(g, weight=g.weight.to(dtype).float())
         for g in built.kvmap.groups
     )
     return replace(built, kvmap=replace(built.kvmap, groups=groups))
@@ -54,10 +56,11 @@ def workspace_error(case: Case, built: Built, dtype: torch.dtype) -> torch.Tenso
     span, dim, rope = built.span, case.target.head_dim, built.kvmap.target.rope
     kept = (span.source_slots >= 0) & (span.target_slots >= 0)
     for group in built.kvmap.groups:
-        if group.weight is None:
+        matrix = group.matrix()
+        if matrix is None:
             continue
         x = torch.cat([_content(s, built, kept, True) for s in group.slices], dim=1)
-        error = x.abs() @ group.weight.double().abs() * (torch.finfo(dtype).eps / 2)
+        error = x.abs() @ matrix.double().abs() * (torch.finfo(dtype).eps / 2)
         field = 0 if group.field == "key" else 1
         scale = (built.target.key_scale, built.target.value_scale)[field]
         for number, head in enumerate(group.heads):

@@ -100,7 +100,10 @@ def shape_of(spec: ModelSpec) -> ModelShape:
 
 
 def map_spec(kvmap: KvMap, compute_type: int) -> tuple[MapSpec, list[object]]:
-    """The map as packMap wants it, and what must be kept alive meanwhile."""
+    """The map as packMap wants it, fp8-e4m3 weights kept where a matrix has them, and what must be
+    kept alive meanwhile.
+    """
+    float8 = any(given.weight_scale is not None for given in kvmap.groups)
     kept: list[object] = []
     groups = (MapGroupSpec * len(kvmap.groups))()
     for group, given in zip(groups, kvmap.groups, strict=True):
@@ -119,9 +122,18 @@ def map_spec(kvmap: KvMap, compute_type: int) -> tuple[MapSpec, list[object]]:
             weight, bias = given.weight.float().contiguous(), given.bias.float().contiguous()
             kept += [weight, bias]
             group.weight, group.bias = weight.data_ptr(), bias.data_ptr()
+        if given.weight_scale is not None:
+            scale = given.weight_scale.float().contiguous()
+            kept.append(scale)
+            group.scale = scale.data_ptr()
     kept.append(groups)
     spec = MapSpec(
-        shape_of(kvmap.source), shape_of(kvmap.target), compute_type, len(groups), groups
+        shape_of(kvmap.source),
+        shape_of(kvmap.target),
+        compute_type,
+        FLOAT8 if float8 else compute_type,
+        len(groups),
+        groups,
     )
     return spec, kept
 

@@ -31,6 +31,7 @@ class MapGroupSpec(c.Structure):
         ("slices", c.POINTER(Slice)),
         ("weight", c.c_void_p),
         ("bias", c.c_void_p),
+        ("scale", c.c_void_p),
     ]
 
 
@@ -39,6 +40,7 @@ class MapSpec(c.Structure):
         ("source", ModelShape),
         ("target", ModelShape),
         ("compute_type", c.c_int32),
+        ("weight_type", c.c_int32),
         ("num_groups", c.c_int32),
         ("groups", c.POINTER(MapGroupSpec)),
     ]
@@ -48,6 +50,7 @@ class PackedMap(c.Structure):
     _fields_ = [
         ("version", c.c_int32),
         ("compute_type", c.c_int32),
+        ("weight_type", c.c_int32),
         ("source", ModelShape),
         ("target", ModelShape),
         *(
@@ -74,6 +77,7 @@ class PackedMap(c.Structure):
                 "wide_tiles",
                 "narrow_tiles",
                 "bias",
+                "scales",
                 "weights",
                 "bytes",
             )

@@ -117,10 +117,11 @@ struct Groups
     int32_t const heads[3] = {2, 0, 1};
     std::vector<float> const weights = numbers(5 * 64 * 3 * 64, 0.1f);
     std::vector<float> const bias = numbers(3 * 64, 1.0f);
-    MapGroupSpec const specs[4] = {{Field::kKEY, 0, 3, 5, heads, pooled, weights.data(), bias.data()},
-        {Field::kVALUE, 0, 1, 1, heads, one, weights.data(), bias.data()},
-        {Field::kKEY, 1, 3, 3, heads, copied, nullptr, nullptr},
-        {Field::kVALUE, 1, 3, 5, heads, pooled, weights.data(), bias.data()}};
+    std::vector<float> const scale = numbers(3 * 64, 1.0f);
+    MapGroupSpec const specs[4] = {{Field::kKEY, 0, 3, 5, heads, pooled, weights.data(), bias.data(), scale.data()},
+        {Field::kVALUE, 0, 1, 1, heads, one, weights.data(), bias.data(), scale.data()},
+        {Field::kKEY, 1, 3, 3, heads, copied, nullptr, nullptr, nullptr},
+        {Field::kVALUE, 1, 3, 5, heads, pooled, weights.data(), bias.data(), nullptr}};
 };
 
 void require(Status const& status)
@@ -140,10 +141,10 @@ Buffer allocate(size_t bytes)
 }
 
 // Map with one kernel and with the scalar version; false when they differ by more than half precision explains.
-bool agrees(DType computeType, Variant variant, int32_t padding)
+bool agrees(DType computeType, DType weightType, Variant variant, int32_t padding)
 {
     Groups const groups;
-    MapSpec const spec{kSource, kTarget, computeType, 4, groups.specs};
+    MapSpec const spec{kSource, kTarget, computeType, weightType, 4, groups.specs};
     MapParams params{};
     size_t bytes = 0;
     require(packedMapSize(spec, &bytes));
@@ -207,11 +208,13 @@ int main(int count, char** arguments)
         DType computeType;
         Variant variant;
         int32_t padding;
+        bool float8Weights;
     };
     Kernel const kernels[] = {{"wide", DType::kBFLOAT16, Variant::kWIDE, 0},
         {"narrow", DType::kBFLOAT16, Variant::kNARROW, 0}, {"small-t", DType::kBFLOAT16, Variant::kSMALL_T, 0},
         {"hopper", DType::kBFLOAT16, Variant::kHOPPER, 0}, {"odd-strides", DType::kFLOAT16, Variant::kNARROW, 1},
-        {"plain", DType::kFLOAT32, Variant::kAUTO, 0}};
+        {"plain", DType::kFLOAT32, Variant::kAUTO, 0},
+        {"float8-weights", DType::kBFLOAT16, Variant::kSMALL_T, 0, true}};
     emulator::currentOptions().seed = std::strtoull(arguments[1], nullptr, 10);
     for (int i = 2; i < count; ++i)
     {
@@ -219,7 +222,8 @@ int main(int count, char** arguments)
         {
             if (std::strcmp(kernel.name, arguments[i]) == 0)
             {
-                if (!agrees(kernel.computeType, kernel.variant, kernel.padding))
+                DType const weightType = kernel.float8Weights ? DType::kFP8_E4M3 : kernel.computeType;
+                if (!agrees(kernel.computeType, weightType, kernel.variant, kernel.padding))
                 {
                     return 1;
                 }

@@ -157,7 +157,15 @@ PACKING: tuple[tuple[str, Callable[[list[Any]], None], str], ...] = (
     ("a bias too long", lambda a: a[4].__setitem__(0, torch.zeros(999)), "it needs"),
     ("a weight of half", lambda a: a[3].__setitem__(0, a[3][0].half()), "contiguous float32"),
     ("a bias too few", lambda a: a[4].pop(), "one of each"),
-    ("products in float64", lambda a: a.__setitem__(5, torch.float64), "bfloat16"),
+    ("products in float64", lambda a: a.__setitem__(6, torch.float64), "bfloat16"),
+    ("a scale too long", lambda a: a[5].__setitem__(0, torch.ones(999)), "scale of"),
+    ("a scale of half", lambda a: a[5].__setitem__(0, torch.ones(64).half()), "contiguous float32"),
+    ("weights in float16", lambda a: a.__setitem__(7, torch.float16), "or in fp8-e4m3"),
+    (
+        "a float8 weight that is no number",
+        lambda a: (a[3][0].fill_(torch.nan), a.__setitem__(7, torch.float8_e4m3fn)),
+        "keeps numbers only",
+    ),
 )
 
 

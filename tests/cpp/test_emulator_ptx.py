@@ -46,6 +46,9 @@ S64 = [0, 1, -1, 2**40 + 3, -(2**40), 2**63 - 1, -(2**63)]
 F32 = [0.0, -0.0, 1.0, -1.5, 3.1415927410125732, 1e-40, 3e38, -2.5, 0.5, INF, -INF, NAN]
 F32_FINITE = [0.0, 1.0, -1.5, 3.1415927410125732, 1e-40, 1e10, -2.5, 0.1]
 SHIFTS = [0, 1, 5, 31, 32, 40]
+# Subnormal, small, ordinary, negative, largest; a power of two that widens fp8.
+F16X2 = [0x00010381, 0x3C00BC01, 0x7BFF8000, 0x5C005C00, 0x35550200]
+BF16X2 = [0x00010045, 0x3F80BF81, 0x7F7F8000, 0x7B807B80, 0x3EAB0070]
 F8 = [0.0, 1.0, -1.5, 0.0625, 447.0, 448.0, 500.0, -1e6, 0.001, 0.0021, NAN]
 
 
@@ -61,6 +64,18 @@ def signed(value: int, width: int) -> int:
 
 def rounded(dtype: torch.dtype) -> Callable[[float], int]:
     return lambda x: int(torch.tensor(x).to(dtype).view(torch.int16).item()) & 0xFFFF
+
+
+def products(dtype: torch.dtype) -> Callable[[int, int], int]:
+    """Both halves multiplied, in float64 and then rounded once."""
+
+    def product(a: int, b: int) -> int:
+        halves = torch.tensor([[n & 0xFFFF, n >> 16] for n in (a, b)], dtype=torch.int32)
+        x, y = halves.to(torch.int16).view(dtype).double()
+        low, high = (x * y).to(dtype).view(torch.int16).tolist()
+        return (high & 0xFFFF) << 16 | (low & 0xFFFF)
+
+    return product
 
 
 def e4m3(value: float) -> int:
@@ -210,6 +225,9 @@ OPCODES = [
     Opcode("sqrt.rn.f32 {d}, {a}", ("f4",) * 2, lambda a: f32(math.sqrt(a)),
            ([0.0, 2.0, 0.1, 9.0],)),
     Opcode("rcp.rn.f32 {d}, {a}", ("f4",) * 2, lambda a: f32(1 / a), ([1.0, 3.0, -0.1],)),
+    Opcode("mul.rn.f16x2 {d}, {a}, {b}", ("u4",) * 3, products(torch.float16), (F16X2, F16X2)),
+    Opcode("fma.rn.bf16x2 {d}, {a}, {b}, 0x80008000", ("u4",) * 3, products(torch.bfloat16),
+           (BF16X2, BF16X2)),
     Opcode("min.f32 {d}, {a}, {b}", ("f4",) * 3, smaller, (F32, F32)),
     Opcode("max.f32 {d}, {a}, {b}", ("f4",) * 3, larger, (F32, F32)),
     Opcode("abs.f32 {d}, {a}", ("f4",) * 2, abs, (F32,)),

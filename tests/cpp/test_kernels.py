@@ -25,7 +25,7 @@ from native_kernels import POISON, aligned, call, emulated, pack, prepare
 from native_structs import AUTO, BFLOAT16, FLOAT8, FLOAT16, FLOAT32, HOPPER, NARROW, SMALL_T, WIDE
 
 # half_cases puts the conformance folder on the path.
-from cases import BASE, CASES, DTYPES, GEOMETRIES, SCOPES, SOURCE, TARGET, Case  # isort: skip
+from cases import BASE, CASES, DTYPES, GEOMETRIES, SCOPES, SECONDS, SOURCE, TARGET, Case  # isort: skip
 
 VARIANTS = {"wide": WIDE, "narrow": NARROW, "small-t": SMALL_T}
 TORCH = {FLOAT32: torch.float32, FLOAT16: torch.float16, BFLOAT16: torch.bfloat16}
@@ -52,6 +52,21 @@ COPY_PARTIAL = replace(
     id="copy-turned-partial",
     source=replace(_TURNED.source, rope=replace(_TURNED.source.rope, rotary_dim=32)),
     target=replace(_TURNED.target, rope=replace(_TURNED.target.rope, rotary_dim=32)),
+)
+# Weights kept in fp8-e4m3: a few slices, heads that share them, splits of K, two row tiles, padded
+# heads, pairs of neighbours.
+FLOAT8_WEIGHTS = (
+    *(case for case in SECONDS if case.second == "float8"),
+    *(
+        replace(case, id=f"float8-weights-{case.id}", second="float8")
+        for case in (
+            LONG_K,
+            TWO_TILES,
+            *(case for case in GEOMETRIES if case.id == "head-dim-96-to-32"),
+            *(case for case in SCOPES if case.id in ("pooled-with-own-layer-0",)),
+            *(case for case in CASES if case.id == "rope-partial-interleaved-scaled-target"),
+        )
+    ),
 )
 
 pytestmark = NEEDS_EMULATOR
@@ -155,6 +170,74 @@ def test_kernels_between_cache_dtypes(library: c.CDLL, compute_type: int, case: 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_kernels_ring_and_splits(library: c.CDLL, variant: str, case: Case) -> None:
     check(library, with_dtype(case, "bfloat16"), BFLOAT16, variant=VARIANTS[variant])
+
+
+@by_id(FLOAT8_WEIGHTS)
+def test_kernels_float8_weights_in_float32(library: c.CDLL, case: Case) -> None:
+    check(library, case, FLOAT32, "kernelMapCpu")
+    check(library, case, FLOAT32)
+
+
+@by_id(FLOAT8_WEIGHTS)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_kernels_float8_weights(library: c.CDLL, dtype: str, variant: str, case: Case) -> None:
+    compute_type = FLOAT16 if dtype == "float16" else BFLOAT16
+    check(library, with_dtype(case, dtype), compute_type, variant=VARIANTS[variant])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_kernels_widen_every_float8_number(library: c.CDLL, dtype: str) -> None:
+    """All 254 codes that are numbers, subnormal ones and both zeros, as the weights of a token that
+    is one in one channel and nothing elsewhere: they must arrive as they are.
+    """
+    compute_type = FLOAT16 if dtype == "float16" else BFLOAT16
+    case = replace(LONG_K, id="every-code", num_tokens=1, target=replace(TARGET, layers=1, heads=1))
+    built = build(replace(with_dtype(case, dtype), second="float8"))
+    codes = torch.arange(256, dtype=torch.uint8)
+    numbers = codes[(codes & 127) != 127].view(torch.float8_e4m3fn)
+    groups = []
+    for group in built.kvmap.groups:
+        assert group.weight is not None
+        inputs, columns = group.weight.shape
+        repeated = numbers.repeat(-(-inputs * columns // len(numbers)))[: inputs * columns]
+        weight = repeated.view(inputs, columns)
+        groups.append(
+            replace(
+                group,
+                weight=weight,
+                bias=torch.zeros(columns),
+                weight_scale=torch.ones(columns),
+            )
+        )
+    kvmap = replace(built.kvmap, groups=tuple(groups))
+    value = next(g for g in kvmap.groups if g.field == "value")
+    assert value.weight is not None
+    slot = int(built.span.source_slots[0])
+    for view in (*built.source.keys, *built.source.values):
+        view[slot // view.shape[2], :, slot % view.shape[2]] = 0
+    for row in range(0, value.weight.shape[0], 37):
+        s, channel = value.slices[row // 32], row % 32
+        view = built.source.values[s.layer]
+        view[slot // view.shape[2], s.head, slot % view.shape[2], channel] = 1
+        call(
+            library,
+            "kernelMap",
+            prepare(
+                library,
+                kvmap,
+                built.source,
+                built.target,
+                built.span,
+                compute_type=compute_type,
+                variant=SMALL_T,
+            ),
+        )
+        view[slot // view.shape[2], s.head, slot % view.shape[2], channel] = 0
+        out = built.target.values[0]
+        where = int(built.span.target_slots[0])
+        found = out[where // out.shape[2], 0, where % out.shape[2]]
+        assert torch.equal(found.float(), value.weight[row].float())
 
 
 # ---- what must not matter ----

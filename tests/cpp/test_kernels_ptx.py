@@ -14,7 +14,7 @@ from half_cases import build_rounded, raw, with_dtype, with_heads_of_64
 from native_build import build_library, cuda_include, kernel_sources, translated_kernels
 from native_kernels import call, load
 from native_structs import BFLOAT16, FLOAT16, FLOAT32, HOPPER
-from test_kernels import HEADS_OF_128, LONG_K, TORCH, TWO_TILES, VARIANTS
+from test_kernels import FLOAT8_WEIGHTS, HEADS_OF_128, LONG_K, TORCH, TWO_TILES, VARIANTS
 
 from cases import CASES, Case  # isort: skip
 
@@ -79,6 +79,17 @@ def test_kernels_ptx_is_bit_equal_over_many_blocks(
 ) -> None:
     source, ptx = both(library, with_dtype(case, "float16"), compute_type, 0)
     assert torch.equal(source, ptx)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("case", FLOAT8_WEIGHTS, ids=lambda case: case.id)
+def test_kernels_ptx_of_float8_weights_is_bit_equal(
+    library: c.CDLL, case: Case, dtype: str
+) -> None:
+    compute_type = {"float32": FLOAT32, "float16": FLOAT16, "bfloat16": BFLOAT16}[dtype]
+    for variant in (0,) if dtype == "float32" else VARIANTS.values():
+        source, ptx = both(library, with_dtype(case, dtype), compute_type, variant)
+        assert torch.equal(source, ptx)
 
 
 HOPPER_CASES = (

@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 from emulated_cases import NEEDS_EMULATOR, prepare_built
-from half_cases import build_rounded, raw, with_dtype
+from half_cases import build, build_rounded, raw, with_dtype
 from native_kernels import RefusedError, call, emulated, map_spec, pack, prepare, require
-from native_structs import BFLOAT16, FLOAT16, HOPPER, MapParams, MapSpec, Status
+from native_structs import BFLOAT16, FLOAT8, FLOAT16, HOPPER, MapParams, MapSpec, Status
 
-from cases import SCOPES  # isort: skip
+from cases import SCOPES, SECONDS  # isort: skip
 
 CASE = with_dtype(next(case for case in SCOPES if case.id == "slice-with-own-layer-0"), "bfloat16")
 
@@ -42,7 +42,7 @@ def change(path: str, value: object) -> Callable[[MapParams], None]:
 
 
 BAD = {
-    "version": (change("map.version", 2), "version 2"),
+    "version": (change("map.version", 1), "version 1"),
     "no map": (change("map.blob", None), "buffer"),
     "misaligned map": (change("map.blob", 4100), "aligned to 64 bytes"),
     "layers": (change("source.num_layers", 2), "source pool holds"),
@@ -124,6 +124,24 @@ def test_kernels_refuse_what_the_hopper_kernel_cannot(
     assert torch.equal(raw(built.target_memory), before)
 
 
+def test_kernels_refuse_float8_weights_for_the_hopper_kernel(library: c.CDLL) -> None:
+    built = build_rounded(CASE, torch.bfloat16)
+    prepared = prepare_built(library, built, compute_type=BFLOAT16, variant=HOPPER)
+    prepared.params.map.weight_type = FLOAT8
+    with pytest.raises(RefusedError, match="keeps them in fp8-e4m3"):
+        call(library, "kernelValidate", prepared)
+
+
+def test_kernels_refuse_a_float8_weight_that_is_no_number(library: c.CDLL) -> None:
+    """The scalar version would say NaN where the kernels, which do not look, say 480."""
+    built = build(next(case for case in SECONDS if case.id == "float8-weights"))
+    weight = built.kvmap.groups[2].weight
+    assert weight is not None
+    weight.view(torch.uint8)[5, 7] = 0xFF
+    with pytest.raises(RefusedError, match="Group 2 has a weight that is not a number"):
+        pack(library, built.kvmap, BFLOAT16)
+
+
 def test_kernels_accept_an_empty_span_without_anything(library: c.CDLL) -> None:
     built = build_rounded(replace(CASE, num_tokens=0), torch.bfloat16)
     prepared = prepare(
@@ -141,6 +159,13 @@ def set_group(name: str, value: object) -> Callable[[MapSpec], None]:
     return lambda spec: setattr(spec.groups[1], name, value)
 
 
+def scale_a_copy(spec: MapSpec) -> None:
+    group = spec.groups[1]
+    group.weight = group.bias = None
+    group.num_slices = group.num_heads
+    group.scale = 4096
+
+
 BAD_SPECS: dict[str, tuple[Callable[[MapSpec], None], str]] = {
     "no layers": (lambda s: setattr(s.source, "num_layers", 0), "source has 0 layers"),
     "too many layers": (lambda s: setattr(s.target, "num_layers", 129), "1 to 128 layers"),
@@ -154,6 +179,8 @@ BAD_SPECS: dict[str, tuple[Callable[[MapSpec], None], str]] = {
     "slice layer": (lambda s: setattr(s.groups[1].slices[0], "layer", 9), "reads layer 9"),
     "slice head": (lambda s: setattr(s.groups[1].slices[0], "head", -1), "head -1"),
     "no bias": (set_group("bias", None), "a matrix and a bias"),
+    "scales of a copy": (scale_a_copy, "copies heads and has scales"),
+    "weight type": (lambda s: setattr(s, "weight_type", FLOAT16), "kept in the type of the"),
 }
 
 

@@ -12,7 +12,7 @@ from native_build import ROOT, build_sanitized
 
 pytestmark = NEEDS_EMULATOR
 
-KERNELS = ("wide", "narrow", "small-t", "hopper", "odd-strides", "plain")
+KERNELS = ("wide", "narrow", "small-t", "hopper", "odd-strides", "plain", "float8-weights")
 # TSan's price is by thread: one kernel of each way to hand data on (cp.async rings, split K, TMA).
 HANDING_ON = ("wide", "small-t", "hopper")
 

@@ -8,7 +8,7 @@ import importlib.metadata
 import re
 import shutil
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -20,8 +20,9 @@ ARCHITECTURES = ("80", "90a")
 @dataclass(frozen=True)
 class Design:
     """Per K-block of 64 and warp: 4 steps of kMmaRows x kMmaColumns products and of
-    kMmaRows + kMmaColumns / 2 ldmatrix; per thread (rows + columns) / 32 copies, in the loop and
-    again in each stage of the prologue.
+    kMmaRows + kMmaColumns / 2 ldmatrix (/ 4 for weights of one byte); per thread
+    (rows + columns * weight_bytes / 2) / 32 copies, in the loop and again in each stage of the
+    prologue. A fragment of fp8-e4m3 is widened by one packed product.
     """
 
     rows: int
@@ -29,6 +30,7 @@ class Design:
     warp_rows: int
     stages: int
     registers: int  # 128: two blocks of 256 threads on a multiprocessor
+    weight_bytes: int = 2
 
     @property
     def products(self) -> int:
@@ -36,11 +38,18 @@ class Design:
 
     @property
     def matrix_loads(self) -> int:
-        return 4 * (self.rows // self.warp_rows // 16 + self._columns_of_warp // 16)
+        return 4 * (
+            self.rows // self.warp_rows // 16
+            + self._columns_of_warp // (8 * 4 // self.weight_bytes)
+        )
 
     @property
     def copies(self) -> int:
-        return (self.rows + self.columns) // 32 * self.stages
+        return (self.rows + self.columns * self.weight_bytes // 2) // 32 * self.stages
+
+    @property
+    def widenings(self) -> int:
+        return 4 * 2 * self._columns_of_warp // 8 if self.weight_bytes == 1 else 0
 
     @property
     def _columns_of_warp(self) -> int:
@@ -55,7 +64,8 @@ DESIGNS = {
 
 
 def design_of(kernel: str) -> Design:
-    return next(design for shape, design in DESIGNS.items() if shape in kernel)
+    design = next(design for shape, design in DESIGNS.items() if shape in kernel)
+    return replace(design, weight_bytes=1) if "Li1EEEE" in kernel else design
 
 
 def find_nvdisasm() -> str | None:
@@ -132,7 +142,7 @@ def hopper(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
 @needs_nvcc
 def test_kernels_spill_nothing(compiled: Compiled) -> None:
     usage = compiled.usage()
-    assert sum("groupedGemm" in name for name in usage) == 2 * len(DESIGNS)
+    assert sum("groupedGemm" in name for name in usage) == 2 * 2 * len(DESIGNS)
     for name, (stack, spilled, registers) in usage.items():
         assert stack == spilled == 0, f"{name}: {stack} bytes of stack, {spilled} spilled"
         if "groupedGemm" in name:
@@ -150,6 +160,8 @@ def test_kernels_instructions_are_those_of_the_design(compiled: Compiled) -> Non
         design = design_of(name)
         assert sum(o.startswith("HMMA.16816.F32") for o in opcodes) == design.products, name
         assert sum(o.startswith("LDSM.16.M88.4") for o in opcodes) == design.matrix_loads, name
+        widenings = [o for o in opcodes if o.startswith(("HMUL2", "HFMA2"))]
+        assert len(widenings) == design.widenings, f"{name}: {widenings}"
         copies = [o for o in opcodes if o.startswith("LDGSTS")]
         assert len(copies) == design.copies, name
         assert all(".128" in o for o in copies), f"{name} copies less than 16 bytes at a time"

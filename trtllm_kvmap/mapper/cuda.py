@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trtllm_kvmap.artifact.kvmap import KvMap
+from trtllm_kvmap.artifact.kvmap import FLOAT8, HeadGroup, KvMap
 from trtllm_kvmap.errors import InputError, MismatchError, UnavailableError
 from trtllm_kvmap.mapper.contract import Span, check, same_rotation
 from trtllm_kvmap.mapper.native import load_native
@@ -109,7 +109,8 @@ class CudaMapper:
         """The map packed for products in ``dtype``, on ``device``; made once."""
         key = (device, dtype)
         if key not in self._packed:
-            self._packed[key] = pack_map(self.kvmap, dtype, device)
+            widen = self._variant == VARIANTS.index("hopper")
+            self._packed[key] = pack_map(self.kvmap, dtype, device, widen=widen)
         return self._packed[key]
 
     def _num_positions(self, positions: torch.Tensor | None) -> int:
@@ -165,22 +166,61 @@ def compute_dtype(target: KvPool) -> torch.dtype:
     return torch.float16 if target.dtype == torch.float16 else torch.bfloat16
 
 
-def pack_map(kvmap: KvMap, dtype: torch.dtype, device: torch.device) -> PackedMap:
-    """Lay the map out for the kernels, weights rounded once to ``dtype`` (float32, float16 or
-    bfloat16), and put it on ``device``. Needs load_native.
+def pack_map(
+    kvmap: KvMap, dtype: torch.dtype, device: torch.device, *, widen: bool = False
+) -> PackedMap:
+    """Lay the map out for products in ``dtype`` (float32, float16 or bfloat16) and put it on
+    ``device``. Needs load_native.
+
+    Weights are rounded once to ``dtype``. Those of a map that holds float8_e4m3fn throughout stay
+    as they are, at half the bytes, their scales in float32 beside them, unless ``widen``, which
+    the variant ``hopper`` needs.
     """
+    float8 = not widen and _holds_float8(kvmap)
     groups: list[int] = []
     for group in kvmap.groups:
         groups += [_FIELD[group.field], group.layer, len(group.heads), len(group.slices)]
         groups += group.heads
         for s in group.slices:
             groups += [_ORIGIN[s.origin], _FIELD[s.field], s.layer, s.head]
-    linear = [group.linear() or (torch.empty(0), torch.empty(0)) for group in kvmap.groups]
-    weights, biases = ([t.cpu().contiguous() for t in each] for each in zip(*linear, strict=True))
+    matrices = [_scaled(group) if float8 else _multiplied(group) for group in kvmap.groups]
+    weights, biases, scales = (
+        [t.float().cpu().contiguous() for t in each] for each in zip(*matrices, strict=True)
+    )
     blob, layout = torch.ops.trtllm_kvmap.pack_map(
-        _shape(kvmap.source), _shape(kvmap.target), groups, weights, biases, dtype
+        _shape(kvmap.source),
+        _shape(kvmap.target),
+        groups,
+        weights,
+        biases,
+        scales,
+        dtype,
+        FLOAT8 if float8 else dtype,
     )
     return PackedMap(blob.to(device), layout)
+
+
+def _holds_float8(kvmap: KvMap) -> bool:
+    """Whether every matrix is stored in float8_e4m3fn, and there is one."""
+    stored = [
+        g.weight is not None and g.weight.dtype == FLOAT8 and g.second is None
+        for g in kvmap.groups
+        if not g.copies
+    ]
+    return bool(stored) and all(stored)
+
+
+def _scaled(group: HeadGroup) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(weight, bias, factors of its columns), all empty for a copy."""
+    if group.weight is None or group.bias is None or group.weight_scale is None:
+        return _EMPTY_MATRIX
+    return group.weight, group.bias, group.weight_scale
+
+
+def _multiplied(group: HeadGroup) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same with every factor multiplied in."""
+    linear = group.linear()
+    return _EMPTY_MATRIX if linear is None else (*linear, torch.empty(0))
 
 
 def _shape(spec: ModelSpec) -> list[int]:
@@ -191,5 +231,6 @@ def _on(device: torch.device, indices: torch.Tensor) -> torch.Tensor:
     return indices.contiguous().to(device, non_blocking=True)
 
 
+_EMPTY_MATRIX = (torch.empty(0),) * 3
 _NOTHING = torch.empty(0, dtype=torch.int64)
 _EMPTY = Span(_NOTHING, _NOTHING, _NOTHING, token_ids=_NOTHING)

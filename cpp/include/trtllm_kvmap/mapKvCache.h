@@ -17,7 +17,7 @@ using Stream = CUstream_st*;
 
 constexpr int32_t kMaxLayers = 128;
 constexpr int32_t kMaxHeadDim = 256;
-constexpr int32_t kPackedMapVersion = 1;
+constexpr int32_t kPackedMapVersion = 2;
 
 enum class DType : int32_t
 {
@@ -53,7 +53,7 @@ enum class Variant : int32_t
     kWIDE = 1,    // tiles of 256 tokens x 128 columns: pooled maps, heads of 128
     kNARROW = 2,  // 128 x 64: heads of 64 and less, or a hundred tokens
     kSMALL_T = 3, // 64 x 128, weights streamed once, split along K: a handful of tokens
-    kHOPPER = 4,  // 256 x 128 by wgmma and TMA: bf16, head sizes of whole 64, sm_90a. Only on request, see docs/kernels.md
+    kHOPPER = 4,  // 256 x 128 by wgmma and TMA: bf16 weights, heads of whole 64, sm_90a. Only on request
 };
 
 enum class StatusCode : int32_t
@@ -103,13 +103,15 @@ struct MapGroupSpec
     Slice const* slices;  // [numSlices]
     float const* weight;  // [sum of slice widths, numHeads * headDim], row-major; null: copy slice i to head i
     float const* bias;    // [numHeads * headDim]; null exactly when weight is
+    float const* scale;   // [numHeads * headDim], a factor for each column of weight; null: all are 1
 };
 
 struct MapSpec
 {
     ModelShape source;
     ModelShape target;
-    DType computeType; // of the weights and of the workspace: bf16 or fp16 (tensor cores), or fp32
+    DType computeType; // of the products and of the workspace: bf16 or fp16 (tensor cores), or fp32
+    DType weightType;  // as they are kept: computeType, or fp8-e4m3, whose columns are scaled after the sum
     int32_t numGroups;
     MapGroupSpec const* groups; // together they cover every (layer, field, head) of the target at most once
 };
@@ -120,6 +122,7 @@ struct PackedMap
 {
     int32_t version;
     DType computeType;
+    DType weightType;
     ModelShape source;
     ModelShape target;
     int32_t numGroups;       // groups with a matrix
@@ -138,6 +141,7 @@ struct PackedMap
     int64_t wideTiles;
     int64_t narrowTiles;
     int64_t bias;
+    int64_t scales; // of columns, where bias has theirs; fp8-e4m3 weights only
     int64_t weights;
     int64_t bytes; // of the whole buffer
     void const* blob;
@@ -146,7 +150,8 @@ struct PackedMap
 // Bytes packMap needs; refuses what packMap would refuse.
 Status packedMapSize(MapSpec const& spec, size_t* bytes);
 
-// Lay `spec` out in `blob` (host memory, at least packedMapSize bytes). Weights are rounded once, to computeType.
+// Lay `spec` out in `blob` (host memory, at least packedMapSize bytes). Weights, times their scale unless that is kept
+// beside fp8-e4m3, are rounded once, to weightType.
 Status packMap(MapSpec const& spec, void* blob, size_t bytes, PackedMap* map);
 
 // ---- one call ------------------------------------------------------------------------------------------------------

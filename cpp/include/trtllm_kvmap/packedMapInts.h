@@ -18,6 +18,7 @@ void visitPackedMap(Map& map, Visit&& visit)
 {
     visit(map.version);
     visit(map.computeType);
+    visit(map.weightType);
     for (auto* shape : {&map.source, &map.target})
     {
         visit(shape->numLayers);
@@ -42,13 +43,14 @@ void visitPackedMap(Map& map, Visit&& visit)
     visit(map.wideTiles);
     visit(map.narrowTiles);
     visit(map.bias);
+    visit(map.scales);
     visit(map.weights);
     visit(map.bytes);
 }
 
 } // namespace detail
 
-constexpr int32_t kPackedMapInts = 30;
+constexpr int32_t kPackedMapInts = 32;
 
 // ints [kPackedMapInts].
 inline void packedMapToInts(PackedMap const& map, int64_t* ints)
