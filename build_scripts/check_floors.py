@@ -35,6 +35,7 @@ FLOORS = {
     "doctor": 8,
     "demo": 8,
     "engine": 8,
+    "recipes": 8,
     "serve": 8,
     "cli": 9,
 }
@@ -43,6 +44,7 @@ ALLOWED = {("models", "artifact")}
 DOORS = {
     "transformers": ("models.py", "calibrate/capture.py", "inject/hf_cache.py"),
     "vllm": ("inject/vllm/",),
+    "lm_eval": ("evaluate/lm_eval_adapter.py",),
     "tensorrt_llm": ("inject/trtllm/host.py", "engine/"),
     "triton_python_backend_utils": ("serve/triton/",),
 }

@@ -1,0 +1,64 @@
+"""`trtllm-kvmap alternate`"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trtllm_kvmap.artifact.kvmap import KvMap
+from trtllm_kvmap.artifact.whole import require_writable
+from trtllm_kvmap.cli.app import (
+    JsonOption,
+    SourceOption,
+    TargetOption,
+    console,
+    progress,
+    verb,
+    write_json,
+)
+from trtllm_kvmap.cli.flags import config_flags
+from trtllm_kvmap.decode.bridge import KvBridge
+from trtllm_kvmap.evaluate.alternation import alternate as run_alternation
+from trtllm_kvmap.evaluate.alternation import table
+from trtllm_kvmap.evaluate.conversations import read_conversations
+from trtllm_kvmap.evaluate.tasks import TaskConfig
+from trtllm_kvmap.models import load_model
+
+
+@verb
+@config_flags(task_config=TaskConfig)
+def alternate(
+    there: Annotated[Path, typer.Argument(help="the map from source to target")],
+    back: Annotated[Path, typer.Argument(help="the map from target to source")],
+    source: SourceOption,
+    target: TargetOption,
+    task_config: TaskConfig,
+    first_tokens: Annotated[int, typer.Option(help="S: tokens a target computes first")] = 1,
+    repair_window: Annotated[int, typer.Option(help="N: tokens a target computes last")] = 32,
+    json: JsonOption = None,
+) -> None:
+    """Let two models take turns in conversations (--task coqa or tiny): does the drift grow?"""
+    if json is not None:
+        require_writable(json)
+    models = load_model(source), load_model(target)
+    maps = [KvMap.load(path, allow_unproven=True) for path in (there, back)]
+    talks = read_conversations(task_config, models[1].tokenizer)
+    with progress() as bar:
+        task = bar.add_task("alternate", total=len(talks))
+        found = run_alternation(
+            KvBridge(maps[0], source=models[0], target=models[1]),
+            KvBridge(maps[1], source=models[1], target=models[0]),
+            talks,
+            first_tokens=first_tokens,
+            repair_window=repair_window,
+            on_talk=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    console.print(table(found))
+    for name, slope in found.drift.items():
+        said = "-" if slope["value"] is None else f"{slope['value']:+.4f} nats a turn"
+        if slope["low"] is not None:
+            said += f" [{slope['low']:+.4f} {slope['high']:+.4f}]"
+        console.print(f"drift where {name} answers: {said}", highlight=False)
+    write_json(json, found.to_json())
