@@ -11,7 +11,9 @@ from trtllm_kvmap.cli import (
     guard,
     inspect,
     plan,
+    recipe,
     refine,
+    registry,
     report,
     triton,
 )
@@ -30,7 +32,9 @@ __all__ = [
     "inspect",
     "main",
     "plan",
+    "recipe",
     "refine",
+    "registry",
     "report",
     "triton",
 ]

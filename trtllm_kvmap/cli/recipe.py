@@ -1,0 +1,55 @@
+"""`trtllm-kvmap recipe`"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trtllm_kvmap.cli.app import console, progress, verb
+from trtllm_kvmap.recipes.pair import OwnModels
+from trtllm_kvmap.recipes.run import RECIPES, run_recipe
+from trtllm_kvmap.recipes.strict import read_yaml
+
+
+@verb
+def recipe(
+    name: Annotated[str, typer.Argument(help=", ".join(RECIPES))],
+    out: Annotated[
+        Path | None, typer.Option(help="folder to write to (default: kvmap-recipes/NAME)")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="YAML whose values take the place of the recipe's own")
+    ] = None,
+    source: Annotated[
+        str | None, typer.Option(help="a model of your own: folder or hub id")
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option(help="a model of your own: folder or hub id")
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="text to fit on, for models of your own")
+    ] = None,
+    task: Annotated[
+        str | None, typer.Option(help="task to choose and judge by, for models of your own")
+    ] = None,
+    data: Annotated[Path | None, typer.Option(help="the task's file")] = None,
+) -> None:
+    """Run the protocol of a published study, on the tiny family or on two models of your own."""
+    own = OwnModels(source, target, text, task, data)
+    folder = out or Path("kvmap-recipes") / name
+    with progress() as bar:
+        tasks: dict[str, int] = {}
+
+        def show(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bar.add_task(stage, total=total)
+            bar.update(tasks[stage], completed=done)  # type: ignore[arg-type]
+
+        over = None if config is None else read_yaml(config)
+        outcome, files = run_recipe(name, folder, over=over, own=own, on_progress=show)
+    outcome.show(console)
+    for file in files:
+        console.print(f"Wrote {file}", highlight=False)
+    console.print(f"OK: {outcome.sentence}", markup=False, highlight=False, soft_wrap=True)

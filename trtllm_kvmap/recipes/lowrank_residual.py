@@ -1,0 +1,244 @@
+"""A large model reads, a small one writes: a low-rank ridge map, and a residual on the KL.
+
+The gap here runs the other way: from the small model that writes up to the large one that read.
+What the residual changes is the divergence from what the large model says, window by window, and
+what the split saves is counted in device-seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from trtllm_kvmap.artifact.kvmap import KvMap
+from trtllm_kvmap.decode.bridge import KvBridge
+from trtllm_kvmap.decode.prefill import prefill
+from trtllm_kvmap.errors import InputError
+from trtllm_kvmap.evaluate.accounting import Phases, compute_of, saving
+from trtllm_kvmap.evaluate.bootstrap import draw, figure
+from trtllm_kvmap.evaluate.items import Item
+from trtllm_kvmap.evaluate.measure_speeds import measure_speeds
+from trtllm_kvmap.evaluate.report import Report
+from trtllm_kvmap.fit.grid import FitGrid
+from trtllm_kvmap.models import LoadedModel
+from trtllm_kvmap.recipes.outcome import Outcome, Row
+from trtllm_kvmap.recipes.pair import Pair, PairConfig
+from trtllm_kvmap.recipes.steps import (
+    RESAMPLES,
+    Progress,
+    arm_rows,
+    chosen,
+    judged_map,
+    mean_figure,
+    moments_of,
+    ratio_figure,
+    said,
+)
+from trtllm_kvmap.refine.config import RefineConfig
+from trtllm_kvmap.refine.run import refine
+from trtllm_kvmap.spec.plan import plan_handoff
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config(PairConfig):
+    """``refine_documents`` of the fitting text train the residual; compute is counted at each of
+    ``lengths`` with a reply of ``reply_tokens``.
+    """
+
+    candidates: FitGrid
+    residual: RefineConfig
+    refine_documents: int
+    lengths: tuple[int, ...]
+    reply_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.residual.term != "residual":
+            raise InputError(f"residual needs the term residual, got {self.residual.term!r}.")
+        if self.refine_documents < 2 or self.reply_tokens < 1 or not self.lengths:
+            raise InputError(
+                "refine_documents must be at least 2, reply_tokens at least 1, and lengths needs "
+                "at least one."
+            )
+
+
+def run(config: Config, pair: Pair, on_progress: Progress) -> Outcome:
+    moments = moments_of(pair, on_progress)
+    ridge, table = chosen(pair, moments, config.candidates.candidates(), config.judged, on_progress)
+    refined = refine(
+        multiplied_out(ridge),
+        pair.source,
+        pair.target,
+        pair.documents[: config.refine_documents],
+        config.residual,
+        on_step=lambda done, total: on_progress("train the residual", done, total),
+    )
+    judged = {
+        name: judged_map(pair, kvmap, config.judged, on_progress)
+        for name, kvmap in (("ridge", ridge), ("ridge-residual", refined))
+    }
+    divergences = {
+        name: [
+            teacher_divergence(
+                KvBridge(each.kvmap, source=pair.source, target=pair.target),
+                pair.source,
+                item,
+                config,
+            )
+            for item in pair.report
+            if item.continuation
+        ]
+        for name, each in judged.items()
+    }
+    before, after = divergences.values()
+    if not before:
+        raise InputError("The report's items have no continuation, so there is no divergence.")
+    ratio = ratio_figure(after, before)
+    alone = {"native target (writes)": "target", "native source (reads)": "source"}
+    figures = {"accuracy": "accuracy", "NLL": "nll", "top-1 with target": "top1_agreement"}
+    rows = [{**row, "gap to the source": None} for row in arm_rows(judged["ridge"], alone, figures)]
+    for name, each in judged.items():
+        (row,) = arm_rows(each, {name: each.report.config["arm"]}, figures)
+        rows.append({**row, "gap to the source": lifted(each.report)})
+    compute = compute_rows(config, KvBridge(refined, source=pair.source, target=pair.target), pair)
+    savings = [row["active saved"] for row in compute]
+    return Outcome(
+        judged=judged,
+        tables={
+            "candidates, on the text that chooses": table,
+            "arms": rows,
+            "KL from what the reader says, nats a token": [
+                {
+                    "windows": len(before),
+                    "ridge": mean_figure(before),
+                    "with residual": mean_figure(after),
+                    "residual over ridge": ratio,
+                    "scale": refined.fitted["refined"]["scale"],
+                }
+            ],
+            "distance from the writer's own cache": _distances(judged["ridge"].report),
+            f"device-seconds, a reply of {config.reply_tokens} tokens": compute,
+        },
+        sentence=(
+            f"ridge closes {said(lifted(judged['ridge'].report))} of the gap from the writer to "
+            f"the reader, the residual leaves {said(ratio)} of the KL, and the split saves "
+            f"{min(savings):.0%} to {max(savings):.0%} active compute"
+        ),
+    )
+
+
+def multiplied_out(kvmap: KvMap) -> KvMap:
+    """The same map with the product of its low-rank factors as the matrix: a group of the file has
+    room for one second term, and the residual takes it.
+    """
+    groups = []
+    for group in kvmap.groups:
+        linear = group.linear() if group.second is not None else None
+        if linear is not None:
+            weight, bias = linear
+            group = replace(group, weight=weight, bias=bias, second=None, weight_scale=None)
+        groups.append(group)
+    return replace(kvmap, groups=tuple(groups))
+
+
+def lifted(report: Report) -> dict[str, float | None]:
+    """(mapped - target) / (source - target), context by context: 0 is the small model that writes,
+    1 the large one that read.
+    """
+    config = report.config
+    sign = 1 if config["metric"] == "accuracy" else -1
+    metric = report.contexts["metric"]
+    names = {key for key in metric if key not in ("source", "target")}
+    (arm,) = names
+    scored = [
+        each
+        for each in zip(metric[arm], metric["source"], metric["target"], strict=True)
+        if None not in each
+    ]
+    mapped, source, target = sign * np.array(scored).T
+    counts = draw(len(scored), RESAMPLES, 0)
+    gap = counts @ (source - target)
+    share = np.divide(counts @ (mapped - target), gap, out=np.full(len(gap), np.nan), where=gap > 0)
+    return figure(share).to_json()
+
+
+@torch.no_grad()
+def teacher_divergence(bridge: KvBridge, reader: LoadedModel, item: Item, config: Config) -> float:
+    """KL(reader || mapped writer) over the continuation of ``item``, nats a token."""
+    plan = plan_handoff(
+        len(item.context),
+        first_tokens=config.judged.first_tokens,
+        repair_window=config.judged.repair_window,
+    )
+    read = prefill(reader, item.context, logits_to_keep=1)
+    handoff = bridge.hand_over(read.cache, item.context, plan)
+    wanted, given = (
+        _log_p(*each, item.continuation)
+        for each in (
+            (reader, read.cache, read.logits[-1:]),
+            (bridge.target, handoff.cache, handoff.logits[None]),
+        )
+    )
+    return float((wanted.exp() * (wanted - given)).sum(-1).mean())
+
+
+def _log_p(
+    loaded: LoadedModel, cache: object, logits: torch.Tensor, continuation: Sequence[int]
+) -> torch.Tensor:
+    """float32 [tokens, vocab_size]: the distribution of each token of the continuation."""
+    known = [logits.float()]
+    if len(continuation) > 1:
+        known.append(prefill(loaded, continuation[:-1], cache).logits)  # type: ignore[arg-type]
+    return torch.cat(known).log_softmax(-1)
+
+
+def compute_rows(config: Config, bridge: KvBridge, pair: Pair) -> list[Row]:
+    """Reader and writer apart against all of it on the reader."""
+    speeds = measure_speeds(
+        bridge,
+        pair.source,
+        config.lengths,
+        first_tokens=config.judged.first_tokens,
+        repair_window=max(config.judged.repair_window, 1),
+    )
+    rows = []
+    for length in config.lengths:
+        mapped = max(length - speeds.repair_window, 0)
+        read = float(speeds.source_prefill.seconds(length))
+        told = config.reply_tokens - 1
+        split = Phases(
+            source_prefill=read,
+            map=float(speeds.map.seconds(mapped)),
+            repair=float(speeds.repair.seconds(length)),
+            decode=told / speeds.target_decode,
+        )
+        native = Phases(source_prefill=read, decode=told / speeds.source_decode)
+        costs = compute_of(split, devices=2), compute_of(native, devices=1)
+        rows.append(
+            {
+                "tokens": length,
+                "active, split": costs[0].active,
+                "active, reader": costs[1].active,
+                "active saved": saving(*costs),
+                "reserved, split": costs[0].reserved,
+                "reserved, reader": costs[1].reserved,
+                "first token, split over reader": (costs[0].elapsed - split.decode) / read,
+                "decode, writer over reader": speeds.target_decode / speeds.source_decode,
+            }
+        )
+    return rows
+
+
+def _distances(report: Report) -> list[Row]:
+    return [
+        {
+            "field": field,
+            **{
+                name: float(np.mean([v for v in values if v is not None] or [np.nan]))
+                for name, values in layers.items()
+            },
+        }
+        for field, layers in report.kv_error.items()
+    ]

@@ -1,0 +1,125 @@
+"""What every recipe starts from: two models and three sets of text that share nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from trtllm_kvmap.calibrate.text import read_documents
+from trtllm_kvmap.errors import InputError
+from trtllm_kvmap.evaluate.items import Item
+from trtllm_kvmap.evaluate.run import EvaluationConfig
+from trtllm_kvmap.evaluate.tasks import TaskConfig, read_items
+from trtllm_kvmap.models import LoadedModel, load_model
+from trtllm_kvmap.tiny import FAMILY, model_folder
+
+RUN = 32  # tokens in a row by which text is recognised again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairConfig:
+    """The part of a recipe's config that all recipes have. ``fit``, ``selection`` and ``report``
+    say which text fits, chooses and judges; ``judged`` at which S and N.
+    """
+
+    source: str
+    target: str
+    fit: TaskConfig
+    selection: TaskConfig
+    report: TaskConfig
+    judged: EvaluationConfig
+
+
+AnyConfig = TypeVar("AnyConfig", bound=PairConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnModels:
+    """Models and text in place of the tiny family's: folders or hub ids, a ``text`` to fit on
+    (read_documents), and a ``task`` with its ``data`` to choose and judge by.
+    """
+
+    source: str | None = None
+    target: str | None = None
+    text: Path | None = None
+    task: str | None = None
+    data: Path | None = None
+
+    def __post_init__(self) -> None:
+        given = [self.source, self.target, self.text, self.task, self.data]
+        if any(given) and not all(given):
+            raise InputError(
+                "Models of your own need text of your own: give --source, --target, --text, "
+                "--task and --data together, or none of them for the tiny family."
+            )
+
+    def put_into(self, config: AnyConfig) -> AnyConfig:
+        """``config`` for these models: the report reads the items after those of the selection, and
+        text without questions is judged by its loss.
+        """
+        if self.source is None or self.target is None or self.task is None:
+            return config
+        data, after = str(self.data), config.selection.skip + config.selection.num_items
+        metric = "nll" if self.task in ("text", "coqa") else "accuracy"
+        return replace(
+            config,
+            source=self.source,
+            target=self.target,
+            selection=replace(config.selection, task=self.task, data=data),
+            report=replace(config.report, task=self.task, data=data, skip=after),
+            judged=replace(config.judged, metric=metric),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """``documents`` (token ids) fit, ``selection`` chooses, ``report`` judges."""
+
+    source: LoadedModel
+    target: LoadedModel
+    documents: list[tuple[int, ...]]
+    selection: list[Item]
+    report: list[Item]
+
+
+def load_pair(config: PairConfig, text: Path | None) -> Pair:
+    """Raises InputError when two of the three sets share text."""
+    source, target = load_named(config.source), load_named(config.target)
+    if text is None:
+        documents = [item.context for item in read_items(config.fit, target.tokenizer)]
+    else:
+        limit = min(1024, source.spec.max_positions, target.spec.max_positions)
+        read = read_documents(text, source, min_tokens=8, max_tokens=limit)
+        documents = [tuple(ids) for ids in read[: config.fit.num_items]]
+    selection = read_items(config.selection, target.tokenizer)
+    report = read_items(config.report, target.tokenizer)
+    for one, others, names in (
+        (documents, selection, "fits and the text that chooses"),
+        (documents, report, "fits and the text that judges"),
+        ([item.context for item in selection], report, "chooses and the text that judges"),
+    ):
+        require_disjoint(one, others, names)
+    return Pair(source, target, documents, selection, report)
+
+
+def load_named(name: str) -> LoadedModel:
+    """A member of the tiny family by its name, or any model by folder or hub id."""
+    return load_model(model_folder(name) if name in FAMILY else name)
+
+
+def require_disjoint(seen: Sequence[Sequence[int]], items: Sequence[Item], names: str) -> None:
+    """Raise InputError when more than half of a context's runs of 32 tokens occur in ``seen``."""
+    known = {run for ids in seen for run in _runs(ids)}
+    for number, item in enumerate(items):
+        runs = _runs(item.context)
+        if 2 * sum(run in known for run in runs) > len(runs):
+            raise InputError(
+                f"The text that {names} share a document (number {number}); a figure on it would "
+                f"flatter the map. Give other text, another seed, or another skip."
+            )
+
+
+def _runs(ids: Sequence[int]) -> list[tuple[int, ...]]:
+    return [tuple(ids[at : at + RUN]) for at in range(max(len(ids) - RUN, 0) + 1)]
