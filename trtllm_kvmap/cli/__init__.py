@@ -1,6 +1,7 @@
 """One door: `trtllm-kvmap <verb>`. Each verb is a file of its own; importing it registers it."""
 
 from trtllm_kvmap.cli import (
+    alternate,
     calibrate,
     demo,
     diagnose,
@@ -21,6 +22,7 @@ from trtllm_kvmap.cli.app import app
 from trtllm_kvmap.models import quiet_loading
 
 __all__ = [
+    "alternate",
     "calibrate",
     "demo",
     "diagnose",
