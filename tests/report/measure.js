@@ -60,6 +60,7 @@
       box: box(wrap),
       table: box(table),
       reached,
+      overflow: getComputedStyle(wrap).overflowX,
       lastCellSeen: seen,
       rows: [...table.querySelectorAll("tbody tr")].map((row) => box(row)[1]),
       clipped: [...table.querySelectorAll("td")].filter((td) => td.scrollWidth > td.clientWidth + 1)

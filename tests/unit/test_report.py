@@ -13,6 +13,7 @@ from report_case import HOSTILE, SECONDS, figure, hostile_report, written_report
 from rich.console import Console
 
 from trtllm_kvmap.errors import FormatError, InputError
+from trtllm_kvmap.evaluate import charts
 from trtllm_kvmap.evaluate.gates import Gates, judge_gates
 from trtllm_kvmap.evaluate.latency import break_even, ratios
 from trtllm_kvmap.evaluate.markdown import markdown
@@ -188,6 +189,10 @@ def test_ratios_and_break_even_follow_the_formula() -> None:
     assert break_even([100, 200], [0.5, 0.4]) == 100
     assert break_even([100, 200], [0.5, 1.4]) is None
     assert break_even([], []) is None
+
+
+def test_every_context_that_all_three_judged_is_a_line(report: Report) -> None:
+    assert charts.slopes(report, "").count("stroke-opacity: 0.5") == 2  # the third has a None
 
 
 def test_page_and_markdown_hold_every_cell_of_every_section(report: Report) -> None:

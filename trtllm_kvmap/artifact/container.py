@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,6 +19,8 @@ from trtllm_kvmap.artifact.whole import whole_file
 from trtllm_kvmap.errors import FormatError, NumericsError
 
 HEADER_KEY = "trtllm_kvmap"
+METADATA = "__metadata__"  # of safetensors, which also bounds its header
+LONGEST_HEADER = 100_000_000
 
 
 def write_container(
@@ -70,6 +72,29 @@ def read_content(path: str | Path, kind: str, newest: int) -> dict[str, Any]:
     return _content(path, _read_header(Path(path)), kind, newest)
 
 
+def read_head(
+    stream: BinaryIO, name: str, size: int, kind: str, newest: int
+) -> tuple[dict[str, Any], str]:
+    """The content and the digest that a stream over ``size`` bytes names, wherever it is stored,
+    without the tensors. Raises FormatError also for a file shorter or longer than it says.
+    """
+    try:
+        length = int.from_bytes(stream.read(8), "little")
+        if not 0 < length <= min(size, LONGEST_HEADER):
+            raise ValueError("its header has no possible length")
+        described = json.loads(stream.read(length))
+        ends = [entry["data_offsets"][1] for key, entry in described.items() if key != METADATA]
+        if 8 + length + max(ends, default=0) != size:
+            raise ValueError(f"it should have {8 + length + max(ends, default=0)} bytes")
+        metadata = described.get(METADATA, {})
+        header = _header(name, metadata)
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+        raise FormatError(
+            f"{name} is not a whole safetensors file ({error}). Fetch or write it again."
+        ) from error
+    return _content(name, header, kind, newest), str(header.get("digest"))
+
+
 def read_digest(path: str | Path) -> str:
     """What write_container returned when it wrote ``path``; the tensors are not read."""
     return str(_read_header(Path(path)).get("digest"))
@@ -114,7 +139,7 @@ def _opened(path: Path) -> Iterator[Any]:
         ) from error
 
 
-def _header(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
+def _header(path: str | Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     if HEADER_KEY not in metadata:
         raise FormatError(
             f"{path} was not written by trtllm_kvmap: its metadata has no {HEADER_KEY!r} entry."

@@ -40,6 +40,11 @@ UnprovenOption = Annotated[
 
 def verb(command: Callable[..., Result]) -> Callable[..., Result]:
     """Register a command; a KvMapError ends it with one sentence and exit status 2."""
+    return register(app, command)
+
+
+def register(group: typer.Typer, command: Callable[..., Result]) -> Callable[..., Result]:
+    """verb() for a command of ``group``."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> Result:
@@ -52,7 +57,7 @@ def verb(command: Callable[..., Result]) -> Callable[..., Result]:
             raise typer.Exit(2) from error
 
     run.__signature__ = inspect.signature(command, eval_str=True)  # type: ignore[attr-defined]
-    app.command()(run)
+    group.command(command.__name__.removesuffix("_"))(run)
     return run
 
 

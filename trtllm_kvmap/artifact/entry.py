@@ -1,0 +1,85 @@
+"""One map of a registry, as its header describes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from trtllm_kvmap.artifact.fingerprint import Fingerprint
+from trtllm_kvmap.artifact.pair import pair_from_json
+from trtllm_kvmap.errors import FormatError
+from trtllm_kvmap.spec.model import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """``path`` is relative to the registry; ``size`` in bytes; ``digest`` is what the file says of
+    itself, proven only when it is loaded; ``signed``: a signature lies beside it.
+    """
+
+    path: str
+    size: int
+    digest: str
+    source: ModelSpec
+    target: ModelSpec
+    source_fingerprint: Fingerprint
+    target_fingerprint: Fingerprint
+    scope: str
+    evidence: dict[str, Any] | None
+    signed: bool
+
+    @property
+    def proven(self) -> bool:
+        return self.evidence is not None
+
+    @property
+    def gap_recovered(self) -> float | None:
+        """Of the evidence, in whichever metric it was taken."""
+        found = (self.evidence or {}).get("gap_recovered")
+        value = found.get("value") if isinstance(found, dict) else None
+        return float(value) if isinstance(value, (int, float)) else None
+
+    def fits(self, source: Fingerprint, target: Fingerprint) -> bool:
+        return (self.source_fingerprint, self.target_fingerprint) == (source, target)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "path": self.path,
+            "size": self.size,
+            "digest": self.digest,
+            "source": self.source.name,
+            "target": self.target.name,
+            "scope": self.scope,
+            "proven": self.proven,
+            "gap_recovered": self.gap_recovered,
+            "signed": self.signed,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Unusable:
+    """A file of a registry that is no map, or no longer one, and why."""
+
+    path: str
+    reason: str
+
+
+def entry_from_content(
+    path: str, size: int, digest: str, content: dict[str, Any], *, signed: bool
+) -> Entry:
+    """Raises FormatError for a content that describes no map."""
+    try:
+        evidence = content["evidence"]
+        if evidence is not None and not isinstance(evidence, dict):
+            raise TypeError("its evidence is no object")
+        return Entry(
+            path=path,
+            size=size,
+            digest=digest,
+            **pair_from_json(content),
+            scope=str(content["scope"]),
+            evidence=evidence,
+            signed=signed,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise FormatError(f"{path}: the map is incomplete ({error}); fit it again.") from error

@@ -1,0 +1,230 @@
+"""A folder of maps, on this machine or behind any fsspec URL, over many pairs and directions."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from trtllm_kvmap.artifact.container import read_digest, read_head
+from trtllm_kvmap.artifact.entry import Entry, Unusable, entry_from_content
+from trtllm_kvmap.artifact.fingerprint import Fingerprint
+from trtllm_kvmap.artifact.kvmap import FORMAT_VERSION, KIND, KvMap
+from trtllm_kvmap.artifact.resident import Resident
+from trtllm_kvmap.artifact.signature import SUFFIX as SIGNATURE
+from trtllm_kvmap.artifact.signature import require_signature, sign
+from trtllm_kvmap.errors import FormatError, InputError, KvMapError, MismatchError, UnprovenError
+
+SUFFIX = ".kvmap.safetensors"
+HEX = re.compile(r"[0-9a-f]{64}")
+
+
+class Registry:
+    """Maps in ``url``: a folder, or what fsspec reads (``s3://bucket/maps``, ``memory://maps``).
+
+    Every file is one map under its own name, so writers never meet: a map appears whole or not at
+    all, and a damaged file is reported and stands in nobody's way. With a ``public_key`` (ed25519,
+    PEM) only maps that it signed are loaded. ``host_bytes`` bounds the maps kept in host memory
+    (None: no bound), the least recently used leaves first.
+    """
+
+    def __init__(
+        self,
+        url: str | Path,
+        *,
+        host_bytes: int | None = None,
+        public_key: bytes | None = None,
+    ) -> None:
+        try:
+            self._files, self._root = fsspec.core.url_to_fs(str(url))
+        except (ImportError, ValueError) as error:
+            raise InputError(f"{url} cannot be opened as a registry: {error}.") from error
+        self.url, self.public_key = str(url), public_key
+        self.resident: Resident[KvMap] = Resident(host_bytes)
+
+    def scan(self) -> Iterator[Entry | Unusable]:
+        """Every map of the registry, by path, from headers alone; a file that is none says why.
+
+        Raises InputError when there is no such folder.
+        """
+        if not self._files.isdir(self._root):
+            raise InputError(f"There is no registry at {self.url}; give a folder of maps.")
+        found = self._files.find(self._root, detail=True)
+        for path in sorted(path for path in found if path.endswith(SUFFIX)):
+            try:
+                yield self._entry(path, found[path]["size"], path + SIGNATURE in found)
+            except FileNotFoundError:
+                continue  # another process took it away
+            except (KvMapError, OSError) as error:
+                yield Unusable(self._relative(path), str(error))
+
+    def entries(self) -> list[Entry]:
+        """The maps that can be read."""
+        return [found for found in self.scan() if isinstance(found, Entry)]
+
+    def find(self, source: Fingerprint, target: Fingerprint) -> list[Entry]:
+        """The maps from ``source`` to ``target``, weight by weight: proven ones first, then by the
+        gap they recovered, then the smaller one.
+        """
+        fitting = [entry for entry in self.entries() if entry.fits(source, target)]
+        return sorted(fitting, key=_rank)
+
+    def load(
+        self, source: Fingerprint, target: Fingerprint, *, allow_unproven: bool = False
+    ) -> KvMap:
+        """The best map of the pair that loads: whole, signed if a key was given, and with evidence
+        unless ``allow_unproven``. Kept in host memory for the next call.
+
+        Raises MismatchError when the registry has no map of the pair, and the first map's error
+        when none can be used.
+        """
+        found = self.find(source, target)
+        if not found:
+            raise MismatchError(
+                f"{self.url} has no map between these two models. `trtllm-kvmap registry list` "
+                f"shows which pairs it has; a map knows its models weight by weight."
+            )
+        errors = []
+        for entry in found:
+            try:
+                return self.open(entry, allow_unproven=allow_unproven)
+            except (KvMapError, OSError) as error:
+                errors.append(error)
+        raise errors[0]
+
+    def open(self, entry: Entry, *, allow_unproven: bool = False) -> KvMap:
+        """The map of ``entry``, proven against its digest. Raises as KvMap.load does, and
+        UnprovenError for a missing or wrong signature when the registry has a key.
+        """
+        if not entry.proven and not allow_unproven:
+            raise UnprovenError(
+                f"{entry.path} carries no evidence: no held-out report vouches for this map. Run "
+                f"`trtllm-kvmap evaluate` on it, or allow unproven maps."
+            )
+        if self.public_key is not None:
+            signature = self._signature(entry)
+            require_signature(entry.path, entry.digest, signature, self.public_key)
+        return self.resident.get((entry.path, entry.digest), lambda: self._read(entry))
+
+    def problems(self, entry: Entry) -> list[str]:
+        """What speaks against the map of ``entry``, read as a whole; empty when nothing does."""
+        found = []
+        try:
+            self._read(entry)
+        except (KvMapError, OSError) as error:
+            found.append(str(error))
+        for side in ("source", "target"):
+            prints = getattr(entry, f"{side}_fingerprint").to_json()
+            found += [
+                f"The {side}'s fingerprint of the {part} is no SHA-256."
+                for part, digest in prints.items()
+                if not HEX.fullmatch(str(digest))
+            ]
+        if entry.source_fingerprint.tokenizer != entry.target_fingerprint.tokenizer:
+            found.append("The two models have different tokenizers, so the map can serve no pair.")
+        found += _evidence_problems(entry)
+        if self.public_key is not None:
+            try:
+                signature = self._signature(entry)
+                require_signature(entry.path, entry.digest, signature, self.public_key)
+            except UnprovenError as error:
+                found.append(str(error))
+        return found
+
+    def add(self, kvmap: KvMap) -> Entry:
+        """Store ``kvmap`` under a name made of its pair and digest: equal maps are one file, and
+        two writers never write to one name.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            written = Path(folder) / "map"
+            digest = kvmap.save(written)
+            pair = f"{_file_name(kvmap.source.name)}-to-{_file_name(kvmap.target.name)}"
+            path = f"{self._root.rstrip('/')}/{pair}-{digest[:16]}{SUFFIX}"
+            self._put(path, lambda part: self._files.put_file(str(written), part))
+            return self._entry(path, written.stat().st_size, self._files.exists(path + SIGNATURE))
+
+    def sign(self, entry: Entry, private_key: bytes) -> None:
+        """Sign the map of ``entry``, which is read as a whole first: nobody signs a damaged one."""
+        self._read(entry)
+        signature = sign(entry.digest, private_key).encode()
+        path = self._absolute(entry.path) + SIGNATURE
+        self._put(path, lambda part: self._files.pipe_file(part, signature))
+
+    def _entry(self, path: str, size: int, signed: bool) -> Entry:
+        with self._files.open(path, "rb") as stream:
+            content, digest = read_head(stream, self._relative(path), size, KIND, FORMAT_VERSION)
+        return entry_from_content(self._relative(path), size, digest, content, signed=signed)
+
+    def _read(self, entry: Entry) -> tuple[KvMap, int]:
+        """The map and its size; an exchanged file, whole but another, is refused as well."""
+        with self._local(entry.path) as local:
+            kvmap = KvMap.load(local, allow_unproven=True)
+            size, digest = local.stat().st_size, read_digest(local)
+        if digest != entry.digest:
+            raise MismatchError(
+                f"{entry.path} became another map meanwhile; list the registry again."
+            )
+        return kvmap, size
+
+    @contextmanager
+    def _local(self, relative: str) -> Iterator[Path]:
+        """The file on this machine: itself where the registry is a folder, else a copy."""
+        path = self._absolute(relative)
+        if isinstance(self._files, LocalFileSystem):
+            yield Path(path)
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            local = Path(folder) / "map"
+            try:
+                self._files.get_file(path, str(local))
+            except FileNotFoundError as error:
+                raise FormatError(f"There is no file {relative} in {self.url}.") from error
+            yield local
+
+    def _signature(self, entry: Entry) -> str | None:
+        try:
+            found: bytes = self._files.cat_file(self._absolute(entry.path) + SIGNATURE)
+        except FileNotFoundError:
+            return None
+        return found.decode("ascii", errors="replace")
+
+    def _put(self, path: str, write: Callable[[str], None]) -> None:
+        """Beside its name, then renamed: whoever lists meanwhile sees the old state or the new."""
+        self._files.makedirs(self._root, exist_ok=True)
+        part = f"{path}.{secrets.token_hex(8)}.part"
+        try:
+            write(part)
+            self._files.mv(part, path)
+        except OSError as error:
+            raise InputError(f"{path} cannot be written to the registry ({error}).") from error
+
+    def _absolute(self, relative: str) -> str:
+        return f"{self._root.rstrip('/')}/{relative}"
+
+    def _relative(self, path: str) -> str:
+        return path.removeprefix(self._root).lstrip("/")
+
+
+def _rank(entry: Entry) -> tuple[bool, float, int]:
+    gap = entry.gap_recovered
+    return not entry.proven, float("inf") if gap is None else -gap, entry.size
+
+
+def _evidence_problems(entry: Entry) -> list[str]:
+    if entry.evidence is None:
+        return ["It carries no evidence: unproven."]
+    controls = entry.evidence.get("controls")
+    if not isinstance(controls, dict) or entry.gap_recovered is None:
+        return ["Its evidence names no controls or no gap recovered; evaluate it again."]
+    failed = [name for name, said in controls.items() if said != "passed"]
+    return [f"Its evidence does not hold: {', '.join(failed)} not passed."] if failed else []
+
+
+def _file_name(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip(".") or "model"
