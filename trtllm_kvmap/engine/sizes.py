@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from trtllm_kvmap.artifact.kvmap import KvMap
+from trtllm_kvmap.artifact.kvmap import FLOAT8, KvMap
 from trtllm_kvmap.engine.config import BYTES_PER_ELEMENT, PipelineConfig
 from trtllm_kvmap.engine.pair import Side
 from trtllm_kvmap.spec.model import ModelSpec
@@ -67,12 +67,16 @@ def measure(
 ) -> PipelineSizes:
     """``n`` slices per target head stand for the map where there is none yet."""
     spec, other = source.spec, target.spec
+    weight_bytes = BYTES_PER_ELEMENT
     if kvmap is None:
         parameters = slice_map_parameters(spec, other, n)
         slices = 2 * spec.num_layers * spec.num_kv_heads
         table = 0
     else:
         parameters = kvmap.num_parameters
+        weights = [group.weight for group in kvmap.groups if group.weight is not None]
+        if weights and all(weight.dtype == FLOAT8 for weight in weights):
+            weight_bytes = FLOAT8.itemsize
         slices = len({s for group in kvmap.groups if not group.copies for s in group.slices})
         held = kvmap.token_table if kvmap.reads_token_ids else None
         table = 0 if held is None else FLOAT_BYTES * (held.keys.numel() + held.values.numel())
@@ -83,7 +87,7 @@ def measure(
     return PipelineSizes(
         source_weights=source.num_parameters * BYTES_PER_ELEMENT,
         target_weights=target.num_parameters * BYTES_PER_ELEMENT,
-        map_weights=parameters * BYTES_PER_ELEMENT,
+        map_weights=parameters * weight_bytes,
         map_rope_tables=FLOAT_BYTES
         * config.max_tokens
         * (spec.rope.rotary_dim + other.rope.rotary_dim),
