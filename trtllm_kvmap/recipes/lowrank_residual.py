@@ -65,6 +65,9 @@ class Config(PairConfig):
 
 
 def run(config: Config, pair: Pair, on_progress: Progress) -> Outcome:
+    windows = [item for item in pair.report if item.continuation]
+    if not windows:
+        raise InputError("The report's items have no continuation, so there is no divergence.")
     moments = moments_of(pair, on_progress)
     ridge, table = chosen(pair, moments, config.candidates.candidates(), config.judged, on_progress)
     refined = refine(
@@ -87,14 +90,11 @@ def run(config: Config, pair: Pair, on_progress: Progress) -> Outcome:
                 item,
                 config,
             )
-            for item in pair.report
-            if item.continuation
+            for item in windows
         ]
         for name, each in judged.items()
     }
     before, after = divergences.values()
-    if not before:
-        raise InputError("The report's items have no continuation, so there is no divergence.")
     ratio = ratio_figure(after, before)
     alone = {"native target (writes)": "target", "native source (reads)": "source"}
     figures = {"accuracy": "accuracy", "NLL": "nll", "top-1 with target": "top1_agreement"}

@@ -7,30 +7,22 @@ conversation that never changed models.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass, replace
-
-import numpy as np
 
 from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.decode.bridge import KvBridge
-from trtllm_kvmap.decode.prefill import prefill
-from trtllm_kvmap.decode.session import Session
 from trtllm_kvmap.errors import InputError
-from trtllm_kvmap.evaluate.bootstrap import draw, figure
-from trtllm_kvmap.evaluate.conversations import Conversation, read_conversations
+from trtllm_kvmap.evaluate.alternation import Alternation, alternate
+from trtllm_kvmap.evaluate.conversations import read_conversations
 from trtllm_kvmap.evaluate.tasks import TaskConfig
 from trtllm_kvmap.fit.grid import FitGrid
-from trtllm_kvmap.inject.hf_cache import fork
-from trtllm_kvmap.models import LoadedModel
 from trtllm_kvmap.recipes.outcome import Judged, Outcome, Row
 from trtllm_kvmap.recipes.pair import Pair, PairConfig, load_named
 from trtllm_kvmap.recipes.steps import (
-    RESAMPLES,
     Progress,
     chosen,
     judged_map,
-    mean_figure,
     moments_of,
     said,
 )
@@ -42,13 +34,13 @@ from trtllm_kvmap.tiny import FAMILY
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config(PairConfig):
     """Beside source to target and back, each of ``more_targets`` is a pair with the source. A pair
-    is failing when it retains less than ``failing_below`` of the accuracy above chance (without
-    questions: when its perplexity is more than 1 / ``failing_below`` times the target's).
+    is failing when, on the text that chooses, its perplexity is more than ``failing_above`` times
+    the target's own (without continuations: the target's accuracy more than so many times its).
     """
 
     more_targets: tuple[str, ...]
     candidates: FitGrid
-    failing_below: float
+    failing_above: float
     mlp: RefineConfig
     mlp_documents: int
     conversations: TaskConfig
@@ -56,10 +48,8 @@ class Config(PairConfig):
     def __post_init__(self) -> None:
         if self.mlp.term != "mlp":
             raise InputError(f"mlp needs the term mlp, got {self.mlp.term!r}.")
-        if not 0 < self.failing_below <= 1:
-            raise InputError(
-                f"failing_below must lie above 0, at most 1; got {self.failing_below}."
-            )
+        if self.failing_above < 1:
+            raise InputError(f"failing_above must be at least 1, got {self.failing_above}.")
 
 
 def run(config: Config, pair: Pair, on_progress: Progress) -> Outcome:
@@ -72,33 +62,58 @@ def run(config: Config, pair: Pair, on_progress: Progress) -> Outcome:
         name = f"{each.source.name}-to-{each.target.name}".replace("/", "-")
         judged[name], row = one_pair(config, each, on_progress)
         directory.append({"pair": name, **row})
-    maps = [found.kvmap for found in list(judged.values())[:2]]
-    turns, drift = alternate(config, pair, maps, on_progress)
     first = next(iter(judged.values()))
-    return Outcome(
-        judged=judged,
-        tables={
-            "maps, one for each direction": directory,
-            "loss of the right answer, turn by turn, nats": turns,
-            "what a turn adds to the loss of mapping, nats": drift,
-        },
-        sentence=(
-            f"{len(judged)} maps, the first recovers {said(first.report.gap_recovered)} of the "
-            f"gap; over {len(turns)} alternating turns its loss drifts by "
-            f"{said(drift[0]['drift'])} nats a turn"
-        ),
+    tables = {"maps, one for each direction": directory}
+    sentence = (
+        f"{len(judged)} maps, the first recovers {said(first.report.gap_recovered)} of the gap"
     )
+    conversations = conversations_of(config)
+    if conversations is None:
+        left_out = ["conversations in turn; they need --task coqa with its file."]
+        return Outcome(judged=judged, tables=tables, sentence=sentence, left_out=left_out)
+    there, back = (each.kvmap for each in list(judged.values())[:2])
+    found = alternate(
+        KvBridge(there, source=pair.source, target=pair.target),
+        KvBridge(back, source=pair.target, target=pair.source),
+        read_conversations(conversations, pair.target.tokenizer),
+        first_tokens=config.judged.first_tokens,
+        repair_window=config.judged.repair_window,
+        resamples=config.judged.resamples,
+        on_talk=lambda done, total: on_progress("converse", done, total),
+    )
+    tables["loss of the right answer, turn by turn, nats a token"] = _turns(found)
+    tables["what a turn adds to the loss of mapping, nats"] = [
+        {"answers": name, "drift": slope} for name, slope in found.drift.items()
+    ]
+    sentence += (
+        f"; over {len(found.turns)} turns the loss of the second model grows by "
+        f"{said(found.drift['target'])} nats a turn"
+    )
+    return Outcome(judged=judged, tables=tables, sentence=sentence)
+
+
+def conversations_of(config: Config) -> TaskConfig | None:
+    """Those of the config for the tiny family; for other models, those of a coqa file that neither
+    choose nor judge.
+    """
+    if config.source in FAMILY:
+        return config.conversations
+    if config.report.task != "coqa":
+        return None
+    skip = config.report.skip + config.report.num_items
+    return replace(config.conversations, task="coqa", data=config.report.data, skip=skip)
 
 
 def one_pair(config: Config, pair: Pair, on_progress: Progress) -> tuple[Judged, Row]:
-    """Pooled ridge; where that fails, the same map with an MLP, and the better of the two on the
-    text that chooses is kept.
+    """Pooled ridge, and where that fails the same map with an MLP, unless documents that trained
+    nothing say that it does not help.
     """
     moments = moments_of(pair, on_progress)
-    kvmap, _ = chosen(pair, moments, config.candidates.candidates(), config.judged, on_progress)
+    kvmap, table = chosen(pair, moments, config.candidates.candidates(), config.judged, on_progress)
+    (row_chosen,) = (row for row in table if row["chosen"])
     judged = judged_map(pair, kvmap, config.judged, on_progress)
     row = {"ridge": judged.summary()["gap recovered"], "with MLP": None}
-    if failing(judged, config.failing_below):
+    if failing(kvmap, row_chosen, config.failing_above):
         refined = refine(
             kvmap,
             pair.source,
@@ -111,7 +126,6 @@ def one_pair(config: Config, pair: Pair, on_progress: Progress) -> tuple[Judged,
         )
         mended = judged_map(pair, refined, config.judged, on_progress)
         row["with MLP"] = mended.summary()["gap recovered"]
-        # The scale was chosen on documents that trained nothing: 0 means that the MLP is not there.
         if refined.fitted["refined"]["scale"]:
             judged = mended
     return judged, {
@@ -123,98 +137,23 @@ def one_pair(config: Config, pair: Pair, on_progress: Progress) -> tuple[Judged,
     }
 
 
-def failing(judged: Judged, below: float) -> bool:
-    retained = judged.report.retention_normalised["value"]
-    if retained is not None:
-        return retained < below
-    ratio = judged.report.perplexity_ratio["value"]
-    return ratio is None or ratio > 1 / below
+def failing(kvmap: KvMap, chosen_row: Row, above: float) -> bool:
+    alone = kvmap.fitted["selection"]["target"]
+    if chosen_row["NLL"] is not None:
+        return bool(math.exp(chosen_row["NLL"] - alone["nll"]) > above)
+    return bool(alone["accuracy"] > above * chosen_row["accuracy"])
 
 
-def alternate(
-    config: Config, pair: Pair, maps: Sequence[KvMap], on_progress: Progress
-) -> tuple[list[Row], list[Row]]:
-    """Conversations in which the two models answer in turn, the source first, and the same ones
-    with each model alone.
-    """
-    source, target = pair.source, pair.target
-    bridges = [
-        KvBridge(maps[0], source=source, target=target),
-        KvBridge(maps[1], source=target, target=source),
-    ]
-    models = {"source": source, "target": target}
-    talks = read_conversations(config.conversations, target.tokenizer)
-    count = min((len(talk.turns) for talk in talks), default=0)
-    if count < 4:
-        raise InputError(
-            f"Conversations of at least 4 turns are needed to see a drift; the shortest of "
-            f"{len(talks)} has {count}. Give longer ones."
-        )
-    losses = []  # [talks][source, target, alternating][turns]
-    for number, talk in enumerate(talks):
-        losses.append(
-            [losses_of(Session({name: models[name]}, []), talk, count, config) for name in models]
-            + [losses_of(Session(models, bridges), talk, count, config)]
-        )
-        on_progress("converse", number + 1, len(talks))
-    scores = np.array(losses)
-    turns = [
+def _turns(found: Alternation) -> list[Row]:
+    return [
         {
-            "turn": turn + 1,
-            "answers": ("source", "target")[turn % 2],
-            "native source": mean_figure(scores[:, 0, turn]),
-            "native target": mean_figure(scores[:, 1, turn]),
-            "alternating": mean_figure(scores[:, 2, turn]),
+            "turn": row.turn,
+            "answers": row.answered_by,
+            "loss": row.nll,
+            "native": row.native_nll,
+            "source alone": row.source_nll,
+            "target alone": row.target_nll,
+            "mapped tokens": row.mapped_tokens,
         }
-        for turn in range(count)
+        for row in found.turns
     ]
-    return turns, [_drift(scores, place) for place in (1, 0)]
-
-
-def losses_of(session: Session, talk: Conversation, count: int, config: Config) -> list[float]:
-    """-log p of each right answer, mean over its tokens. A session of two models changes after each
-    turn; every answer is then told as it should have been.
-    """
-    names, losses = list(session.models), []
-    session.add(talk.opening)
-    for number, turn in enumerate(talk.turns[:count]):
-        session.add(turn.asked)
-        wanted = names[number % len(names)]
-        if wanted != session.active:
-            session.switch(
-                wanted,
-                first_tokens=config.judged.first_tokens,
-                repair_window=config.judged.repair_window,
-            )
-        else:
-            session.read()
-        losses.append(_loss(session.models[wanted], session, turn.answer))
-        session.add(turn.answer)
-    return losses
-
-
-def _loss(loaded: LoadedModel, session: Session, answer: Sequence[int]) -> float:
-    held = session.held[session.active]
-    assert held.logits is not None  # it has just read or been handed the question
-    rows = [held.logits.float()[None]]
-    if len(answer) > 1:
-        rows.append(prefill(loaded, answer[:-1], fork(held.cache)).logits)
-    found = 0.0
-    for row, token in zip((r for each in rows for r in each), answer, strict=True):
-        found -= float(row.log_softmax(-1)[token])
-    return found / len(answer)
-
-
-def _drift(scores: np.ndarray, place: int) -> Row:
-    """The slope, over the turns that one model answers, of its loss beyond its own alone."""
-    which = np.arange(place, scores.shape[2], 2)
-    excess = scores[:, 2, which] - scores[:, place, which]
-    counts = draw(len(excess), RESAMPLES, 0)
-    means = (counts @ excess) / len(excess)
-    centred = which - which.mean()
-    slopes = means @ centred / (centred**2).sum()
-    return {
-        "answers": ("source", "target")[place],
-        "mean excess": mean_figure(excess.mean(axis=1)),
-        "drift": figure(slopes).to_json(),
-    }
