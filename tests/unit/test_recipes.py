@@ -46,7 +46,7 @@ OWN: dict[str, dict[str, Any]] = {
     "lowrank-residual": {
         "candidates": {"k": [2], "rank": [8]},
         "residual": {"steps": 3},
-        "refine_documents": 4,
+        "lessons": {"num_items": 4, "context_tokens": 100},
         "lengths": [80, 160],
     },
     "per-head-controls": {"k": [1, 2]},

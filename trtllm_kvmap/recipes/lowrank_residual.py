@@ -22,10 +22,11 @@ from trtllm_kvmap.evaluate.bootstrap import draw, figure
 from trtllm_kvmap.evaluate.items import Item
 from trtllm_kvmap.evaluate.measure_speeds import measure_speeds
 from trtllm_kvmap.evaluate.report import Report
+from trtllm_kvmap.evaluate.tasks import TaskConfig, read_items
 from trtllm_kvmap.fit.grid import FitGrid
 from trtllm_kvmap.models import LoadedModel
 from trtllm_kvmap.recipes.outcome import Outcome, Row
-from trtllm_kvmap.recipes.pair import Pair, PairConfig
+from trtllm_kvmap.recipes.pair import Pair, PairConfig, require_disjoint
 from trtllm_kvmap.recipes.steps import (
     RESAMPLES,
     Progress,
@@ -40,28 +41,27 @@ from trtllm_kvmap.recipes.steps import (
 from trtllm_kvmap.refine.config import RefineConfig
 from trtllm_kvmap.refine.run import refine
 from trtllm_kvmap.spec.plan import plan_handoff
+from trtllm_kvmap.tiny import FAMILY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config(PairConfig):
-    """``refine_documents`` of the fitting text train the residual; compute is counted at each of
+    """``lessons`` train the residual: contexts and what is said after them (text of your own: as
+    many documents of what fits, their last quarters said). Compute is counted at each of
     ``lengths`` with a reply of ``reply_tokens``.
     """
 
     candidates: FitGrid
     residual: RefineConfig
-    refine_documents: int
+    lessons: TaskConfig
     lengths: tuple[int, ...]
     reply_tokens: int
 
     def __post_init__(self) -> None:
         if self.residual.term != "residual":
             raise InputError(f"residual needs the term residual, got {self.residual.term!r}.")
-        if self.refine_documents < 2 or self.reply_tokens < 1 or not self.lengths:
-            raise InputError(
-                "refine_documents must be at least 2, reply_tokens at least 1, and lengths needs "
-                "at least one."
-            )
+        if self.reply_tokens < 1 or not self.lengths:
+            raise InputError("reply_tokens must be at least 1, and lengths needs at least one.")
 
 
 def run(config: Config, pair: Pair, on_progress: Progress) -> Outcome:
@@ -70,12 +70,14 @@ def run(config: Config, pair: Pair, on_progress: Progress) -> Outcome:
         raise InputError("The report's items have no continuation, so there is no divergence.")
     moments = moments_of(pair, on_progress)
     ridge, table = chosen(pair, moments, config.candidates.candidates(), config.judged, on_progress)
+    documents, continuations = lessons_of(config, pair)
     refined = refine(
         multiplied_out(ridge),
         pair.source,
         pair.target,
-        pair.documents[: config.refine_documents],
+        documents,
         config.residual,
+        continuations=continuations,
         on_step=lambda done, total: on_progress("train the residual", done, total),
     )
     judged = {
@@ -127,6 +129,19 @@ def run(config: Config, pair: Pair, on_progress: Progress) -> Outcome:
             f"{min(savings):.0%} to {max(savings):.0%} active compute"
         ),
     )
+
+
+def lessons_of(
+    config: Config, pair: Pair
+) -> tuple[Sequence[Sequence[int]], list[list[Sequence[int]]] | None]:
+    """The documents that train the residual, and what is said after each (None: their ends)."""
+    if config.source not in FAMILY:
+        return pair.documents[: config.lessons.num_items], None
+    items = read_items(config.lessons, pair.target.tokenizer)
+    documents = [item.context for item in items]
+    for others, does in ((pair.selection, "chooses"), (pair.report, "judges")):
+        require_disjoint(documents, others, f"trains the residual and the text that {does}")
+    return documents, [[item.continuation] for item in items]
 
 
 def multiplied_out(kvmap: KvMap) -> KvMap:
