@@ -154,12 +154,24 @@ def test_evaluate_writes_the_report_and_report_shows_it(
 ) -> None:
     out, page, again = tmp_path / "report.json", tmp_path / "report.html", tmp_path / "again.html"
     few = ("--num-items", 4, "--context-tokens", 256, "--questions", 3, "--resamples", 50)
-    run("evaluate", work["kvmap"], *pair(work), *few, "--json", out, "--html", page)
+    written = tmp_path / "report.md"
+    run(
+        *("evaluate", work["kvmap"], *pair(work), *few, "--json", out, "--html", page),
+        *("--markdown", written, "--latency", "--min-retention", 0.5),
+    )
     report = json.loads(out.read_text())
     assert {"target", "source", "mapped", "repair_only", "wrong_document"} <= set(report["arms"])
-    shown = run("report", out, "--html", again)
+    markdown = tmp_path / "again.md"
+    shown = run("report", out, "--html", again, "--markdown", markdown)
     assert "repair_only" in shown
     assert again.read_text() == page.read_text()
+    assert markdown.read_text() == written.read_text()
+    assert [gate["limit"] for gate in report["gates"]] == [0.5, 1.25, 0.8]
+    assert report["latency"]["lengths"] == [128, 256]
+    out.write_text(json.dumps({**report, "arms": {"target": 1}}))
+    refused = CliRunner().invoke(app, ["report", str(out), "--html", str(tmp_path / "none.html")])
+    assert refused.exit_code == 2
+    assert not (tmp_path / "none.html").exists()
 
 
 def test_evaluate_runs_several_tasks(work: dict[str, Any], tmp_path: Path) -> None:

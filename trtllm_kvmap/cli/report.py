@@ -9,6 +9,7 @@ import typer
 
 from trtllm_kvmap.artifact.whole import require_writable, write_text
 from trtllm_kvmap.cli.app import JsonOption, console, verb, write_json
+from trtllm_kvmap.errors import FormatError
 from trtllm_kvmap.evaluate.markdown import markdown as document
 from trtllm_kvmap.evaluate.page import html as page
 from trtllm_kvmap.evaluate.report import Report, table
@@ -28,7 +29,15 @@ def report(
     loaded = Report.load(report)
     for path in filter(None, (html, markdown, json)):
         require_writable(path)
-    console.print(table(loaded))
+    try:
+        shown = table(loaded)
+        document(loaded)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise FormatError(
+            f"{report} has the entries of a report but not their shapes ({error!r}). Write it "
+            f"again with `trtllm-kvmap evaluate`."
+        ) from error
+    console.print(shown)
     write_json(json, loaded.to_json())
     write_report(loaded, html, markdown)
 

@@ -22,6 +22,7 @@ from trtllm_kvmap.spec.plan import plan_handoff
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
 ROUNDS = 3
+NEW_TOKENS = 2  # the first comes from the prompt's logits, the second takes a step of the model
 STAGES = ("source_prefill", "transfer", "own_tokens", "map", "repair", "first_step")
 Result = TypeVar("Result")
 
@@ -52,7 +53,7 @@ def measure_latency(
                 f"{model.name} is on {model.device}; steps are timed on a CPU only, because the "
                 f"clock does not wait for a GPU. Leave the latency out."
             )
-    limit = min(source.spec.max_positions, bridge.target.spec.max_positions) - 1
+    limit = min(source.spec.max_positions, bridge.target.spec.max_positions) - NEW_TOKENS
     least = config.first_tokens + config.repair_window
     kept = [length for length in lengths if least < length <= limit]
     text = cycle(chain.from_iterable(item.context for item in items))
@@ -109,11 +110,11 @@ def _turn(
         len(prompt), first_tokens=config.first_tokens, repair_window=config.repair_window
     )
     native, target_prefill = _timed(lambda: prefill(target, prompt, logits_to_keep=1))
-    _, target_step = _timed(lambda: generate(target, native.cache, native.logits[-1], 2))
+    _, target_step = _timed(lambda: generate(target, native.cache, native.logits[-1], NEW_TOKENS))
     read, source_prefill = _timed(lambda: prefill(source, prompt, logits_to_keep=1))
     _, transfer = _timed(lambda: take_span(read.cache, plan.mapped))
     handed = bridge.hand_over(read.cache, prompt, plan)
-    _, step = _timed(lambda: generate(target, fork(handed.cache), handed.logits, 2))
+    _, step = _timed(lambda: generate(target, fork(handed.cache), handed.logits, NEW_TOKENS))
     return {
         "source_prefill": source_prefill,
         "transfer": transfer,
