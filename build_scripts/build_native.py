@@ -41,6 +41,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--offline", action="store_true", help="download and install nothing")
     parser.add_argument("--tests", action="store_true", help="also what tests/tensorrt needs")
+    parser.add_argument("--target", nargs="+", default=[], help="of CMake; everything if left out")
     for part in ("cuda", "torch", "plugin"):
         parser.add_argument(f"--no-{part}", action="store_true", help=f"leave out {part}")
     options = parser.parse_args()
@@ -51,6 +52,7 @@ def main() -> int:
     configure = [cmake, "-S", str(ROOT), "-B", str(options.output), "-G", "Ninja"]
     configure += [f"-D{name}={value}" for name, value in definitions.items()]
     build = [cmake, "--build", str(options.output), "--parallel", str(options.jobs)]
+    build += [word for target in options.target for word in ("--target", target)]
     for command in (configure, build):
         if subprocess.run(command, check=False, env=environment).returncode:
             print(f"The native part could not be built; the command was: {' '.join(command)}")

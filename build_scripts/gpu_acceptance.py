@@ -4,8 +4,9 @@
     python build_scripts/gpu_acceptance.py --dry-run     the plan and predictions, on any machine
 
 The stages: build the native part for this card; compare the emulator's instruction maps with the
-hardware; run the conformance table on every kernel variant; run part of it under compute-sanitizer
-where that is installed; validate and time the maps of a real pair against the same maths in eager
+hardware; run the conformance table on every kernel variant, and a map in a CUDA graph; run part of
+it under compute-sanitizer where that is installed; build the TensorRT plugin where the headers are
+at hand, and enqueue it; validate and time the maps of a real pair against the same maths in eager
 torch and against the copy and matmul rates measured on this card. Each stage is a process with a
 time limit; together they end within nine minutes. The exit status is 0 when every check held.
 """
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu.workloads import predictions
+from tensorrt_headers import tensorrt_headers
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "build_scripts"
@@ -33,21 +35,31 @@ BUILD = ROOT / "build" / "acceptance"
 @dataclass(frozen=True)
 class Stage:
     """``command`` writes its findings to the JSON file it is given last. ``needs`` is a program
-    without which the stage is skipped.
+    without which the stage is skipped, ``lacks`` a sentence on what else is not here.
     """
 
     name: str
     command: tuple[str, ...]
     seconds: int
     needs: str = "nvcc"
+    lacks: str = ""
+
+    @property
+    def skipped(self) -> str:
+        """Why it cannot run here, or nothing."""
+        return self.lacks or ("" if shutil.which(self.needs) else f"{self.needs} is not on PATH")
 
 
 def stages() -> list[Stage]:
     python = sys.executable
     build = (python, str(SCRIPTS / "build_native.py"), "--offline", "--python", python)
+    plugin = (python, str(SCRIPTS / "gpu" / "plugin.py"), "--library", str(BUILD))
+    headers = tensorrt_headers(ROOT / "build", offline=True)
+    lacks = "" if headers else "the headers of TensorRT are not here; set TENSORRT_INCLUDE_DIR"
+    build += ("--no-plugin", "--architectures", "native", "--output", str(BUILD))
     conformance = (python, str(SCRIPTS / "gpu" / "conformance.py"), "--library", str(BUILD))
     return [
-        Stage("build", (*build, "--architectures", "native", "--output", str(BUILD)), 170, "cmake"),
+        Stage("build", build, 120, "cmake"),
         Stage("instruction_maps", (python, str(SCRIPTS / "gpu" / "instruction_maps.py")), 50),
         Stage("conformance", conformance, 80),
         Stage(
@@ -56,6 +68,7 @@ def stages() -> list[Stage]:
             50,
             "compute-sanitizer",
         ),
+        Stage("plugin", plugin, 60, lacks=lacks),
         Stage("timing", (python, str(SCRIPTS / "gpu" / "timing.py"), "--library", str(BUILD)), 180),
     ]
 
@@ -88,9 +101,9 @@ def main() -> int:
 
 def run(stage: Stage, out: Path) -> dict[str, Any]:
     """``status`` is passed, failed or skipped; the log lies beside the JSON."""
-    if shutil.which(stage.needs) is None:
-        print(f"== {stage.name}: skipped, {stage.needs} is not on PATH", flush=True)
-        return {"status": "skipped", "why": f"{stage.needs} is not on PATH"}
+    if stage.skipped:
+        print(f"== {stage.name}: skipped, {stage.skipped}", flush=True)
+        return {"status": "skipped", "why": stage.skipped}
     print(f"== {stage.name} (at most {stage.seconds} s)", flush=True)
     findings = out / f"{stage.name}.json"
     findings.unlink(missing_ok=True)
@@ -137,6 +150,8 @@ def print_plan() -> None:
     for stage in stages():
         total += stage.seconds
         print(f"{stage.name:18} at most {stage.seconds:3} s  {' '.join(stage.command)}")
+        if stage.skipped:
+            print(f"{'':18} skipped here: {stage.skipped}")
     print(f"{'all together':18} at most {total:3} s")
     print("\nPredictions, from datasheet rates (989 TFLOP/s bf16, 3.35 TB/s), not measured:")
     for row in predictions():

@@ -365,8 +365,8 @@ MUTANTS = (
     Mutant(
         GEMM,
         "+ packed * Shape::kWeightBytes + piece",
-        "+ packed + packed / 4096 * 2048 + piece",
-        "blocks of weights taken to be neither of one byte nor of two",
+        "+ packed * 2 + piece",
+        "fp8 blocks taken to lie as far apart as those of two bytes a weight",
     ),
     Mutant(
         FLOAT8,

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / folder) for folder in ("conformance", "cpp"))]
 
 from case_build import Built, build, views_of  # noqa: E402
-from cases import CASES, Case  # noqa: E402
+from cases import CASES, SECONDS, Case  # noqa: E402
 from expected import ABSOLUTE, expect  # noqa: E402
 from half_cases import with_dtype, with_heads_of_64  # noqa: E402
 
@@ -31,6 +31,10 @@ from trtllm_kvmap.mapper.pool import KvPool  # noqa: E402
 # What rounding weights and un-rotated keys to half precision may add, for numbers of about one.
 DECLARED = {torch.float32: 0.0, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}
 FEW = 6
+# Those second terms that a kernel sees: weights in fp8-e4m3.
+TABLE = (*CASES, *(case for case in SECONDS if case.second == "float8"))
+# One for each path of a call: split K, row tiles of a long span, copies, fp8 weights.
+IN_GRAPHS = ("bfloat16-to-bfloat16", "long-span-in-blocks", "copies-and-slices", "float8-weights")
 
 
 def main() -> int:
@@ -43,10 +47,12 @@ def main() -> int:
     torch.ops.load_library(str(options.library / NAME))
     device = torch.device(options.device)
     failures, runs = [], 0
-    complaint = replay_complaint(device) if device.type == "cuda" else ""
-    if complaint:
-        failures.append({"case": "cuda graph", "run": "replay", "complaint": complaint})
-    cases = CASES[:: FEW if options.few else 1]
+    graphs = {}
+    for name in IN_GRAPHS if device.type == "cuda" else ():
+        graphs[name] = replay_complaint(name, device)
+        if graphs[name]:
+            failures.append({"case": name, "run": "CUDA graph", "complaint": graphs[name]})
+    cases = TABLE[:: FEW if options.few else 1]
     # A kernel that has never run on this card may spoil the process: it comes last.
     for attempts in (attempts_of_every_card, attempts_of_hopper):
         for case in cases:
@@ -55,7 +61,7 @@ def main() -> int:
                 if complaint:
                     failures.append({"case": case.id, "run": title, "complaint": complaint})
                     print(f"{case.id} ({title}): {complaint}")
-    findings = {"runs": runs, "failures": failures, "largest_errors": LARGEST}
+    findings = {"runs": runs, "failures": failures, "largest_errors": LARGEST, "graphs": graphs}
     print(f"{runs} runs, {len(failures)} failures")
     if options.json:
         options.json.write_text(json.dumps(findings))
@@ -149,9 +155,9 @@ def compare(case: Case, moved: Built, expected: Any, before: torch.Tensor) -> st
     return ""
 
 
-def replay_complaint(device: torch.device) -> str:
+def replay_complaint(name: str, device: torch.device) -> str:
     """A call captured in a CUDA graph writes, when replayed, what a plain call writes."""
-    case = next(case for case in CASES if case.id == "bfloat16-to-bfloat16")
+    case = with_dtype(next(case for case in TABLE if case.id == name), "bfloat16")
     built = build(case)
     plain, captured = move(case, built, device), move(case, built, device)
     span = span_on(device, built.span)

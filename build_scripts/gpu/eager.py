@@ -59,7 +59,7 @@ class EagerMap:
             )
             for group in groups
         ]
-        weights = [g.weight for g in groups if g.weight is not None]
+        weights = [w for w in (g.matrix() for g in groups) if w is not None]
         biases = torch.cat([g.bias for g in groups if g.bias is not None])
         bias = biases.to(self._device, self._dtype)
         if len(groups) == 1:

@@ -25,7 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "build_scripts")]
 from gpu.eager import EagerMap  # noqa: E402
 from gpu.workloads import TINY, WORKLOADS, Workload  # noqa: E402
 from trtllm_kvmap.artifact.fingerprint import Fingerprint  # noqa: E402
-from trtllm_kvmap.artifact.kvmap import HeadGroup, KvMap  # noqa: E402
+from trtllm_kvmap.artifact.kvmap import FLOAT8, HeadGroup, KvMap  # noqa: E402
 from trtllm_kvmap.mapper.contract import Span  # noqa: E402
 from trtllm_kvmap.mapper.cuda import CudaMapper  # noqa: E402
 from trtllm_kvmap.mapper.native import NAME  # noqa: E402
@@ -125,6 +125,10 @@ def make_map(workload: Workload) -> KvMap:
     width = w.slices * w.head_dim
     per_group = w.heads if w.scope in ("pooled", "copy") else 1
     weight = torch.randn(width, per_group * w.head_dim) / width**0.5
+    scale = None
+    if w.weight_bytes == 1:
+        scale = weight.abs().amax(0) / torch.finfo(FLOAT8).max
+        weight = (weight / scale).to(FLOAT8)
     bias = torch.randn(per_group * w.head_dim)
     groups = []
     for field in FIELDS:
@@ -141,6 +145,7 @@ def make_map(workload: Workload) -> KvMap:
                         slices,
                         weight if learned else None,
                         bias if learned else None,
+                        scale,
                     )
                 )
     blank = Fingerprint("", "", "")

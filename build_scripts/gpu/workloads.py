@@ -29,6 +29,7 @@ class Workload:
     target_layers: int = 64
     heads: int = 8
     head_dim: int = 128
+    weight_bytes: int = BYTES  # 1: fp8-e4m3
 
     @property
     def parameters(self) -> int:
@@ -42,7 +43,7 @@ class Workload:
     def bytes_moved(self, tokens: int) -> int:
         """The weights and every source number once, every target number once."""
         numbers = 2 * (self.source_layers + self.target_layers) * self.heads * self.head_dim
-        return BYTES * (self.parameters + tokens * numbers)
+        return self.weight_bytes * self.parameters + BYTES * tokens * numbers
 
     def tokens_for(self, variant: str) -> tuple[int, ...]:
         """The lengths to time a variant at: ``hopper`` multiplies, nothing for so few tokens
@@ -63,6 +64,7 @@ WORKLOADS = (
     Workload("head-8", "head", 8, LONG),
     Workload("slice-12", "slice", 12, LONG),
     Workload("copy", "copy", 1, (8192, 32768), source_layers=36),
+    Workload("pooled-8-float8", "pooled", 8 * 8, (64,), weight_bytes=1),
 )
 # The same in small, to try the script itself.
 TINY = (
@@ -70,6 +72,7 @@ TINY = (
     Workload("head-2", "head", 2, (40,), 3, 4, 2, 32),
     Workload("slice-3", "slice", 3, (40,), 3, 4, 2, 32),
     Workload("copy", "copy", 1, (40,), 3, 4, 2, 32),
+    Workload("pooled-2-float8", "pooled", 4, (5,), 3, 4, 2, 32, weight_bytes=1),
 )
 
 

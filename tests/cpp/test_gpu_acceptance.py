@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "build_scripts"
 sys.path[:0] = [str(SCRIPTS), str(ROOT / "tests" / "cpp")]
 
+import gpu_acceptance  # noqa: E402
 from emulated_build import missing, shared_object  # noqa: E402
 from emulator_library import Library  # noqa: E402
 from gpu.instruction_maps import HOPPER_SOURCE, SOURCE, compare  # noqa: E402
@@ -36,6 +37,24 @@ def test_acceptance_ends_in_time_and_says_what_it_will_do() -> None:
         assert stage.name in done.stdout
     assert "not measured" in done.stdout
     assert script("gpu_acceptance.py").returncode == 2
+
+
+def test_acceptance_says_what_it_skips(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The plugin's stage comes and goes with the headers of TensorRT; nothing else does."""
+    headers = tmp_path / "NvInferRuntime.h"
+    headers.touch()
+    monkeypatch.setenv("TENSORRT_INCLUDE_DIR", str(tmp_path))
+    assert not any(stage.lacks for stage in stages())
+    monkeypatch.delenv("TENSORRT_INCLUDE_DIR")
+    monkeypatch.setattr(gpu_acceptance, "ROOT", tmp_path)
+    lacking = [stage for stage in stages() if stage.lacks]
+    assert [stage.name for stage in lacking] == ["plugin"]
+    assert run(lacking[0], tmp_path) == {"status": "skipped", "why": lacking[0].lacks}
+    gpu_acceptance.print_plan()
+    said = capsys.readouterr().out
+    assert f"skipped here: {lacking[0].lacks}" in said
 
 
 def test_acceptance_predicts_from_the_shapes() -> None:

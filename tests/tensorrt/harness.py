@@ -45,7 +45,9 @@ class Libraries:
 
 @dataclass(frozen=True)
 class Registry:
-    """The registry of the runtime in ``runtime``, with the plugin library loaded into it."""
+    """The registry of the runtime in ``runtime``, with the plugin library loaded into it; or, with
+    version 0, what the plugin library itself names, without a runtime.
+    """
 
     library: ctypes.CDLL
     runtime: Path
@@ -53,25 +55,18 @@ class Registry:
 
     @staticmethod
     def open(harness: Path, runtime: Path, plugin: Path) -> Registry:
-        library = ctypes.CDLL(str(harness))
-        for name in (
-            "findCreator",
-            "creatorFields",
-            "fieldAt",
-            "fieldData",
-            "createPlugin",
-            "clonePlugin",
-            "attachPlugin",
-            "serialisedFields",
-        ):
-            getattr(library, name).restype = ctypes.c_void_p
-        library.fieldName.restype = ctypes.c_char_p
-        library.workspaceSize.restype = ctypes.c_uint64
-        error = ctypes.create_string_buffer(512)
+        library, error = _load(harness), ctypes.create_string_buffer(512)
         version = library.openRegistry(str(runtime).encode(), str(plugin).encode(), error, 512)
         if version < 0:
             raise RuntimeError(error.value.decode())
         return Registry(library, runtime, version)
+
+    @staticmethod
+    def alone(harness: Path, plugin: Path) -> Registry:
+        library, error = _load(harness), ctypes.create_string_buffer(512)
+        if library.openAlone(str(plugin).encode(), error, 512) < 0:
+            raise RuntimeError(error.value.decode())
+        return Registry(library, plugin, 0)
 
     def creator(self, name: str = "KvMap", version: str = "1") -> int | None:
         return self.library.findCreator(name.encode(), version.encode(), b"trtllm_kvmap")
@@ -180,6 +175,24 @@ class Plugin:
             ctypes.c_void_p(output),
             ctypes.c_void_p(workspace),
         )
+
+
+def _load(harness: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(harness))
+    for name in (
+        "findCreator",
+        "creatorFields",
+        "fieldAt",
+        "fieldData",
+        "createPlugin",
+        "clonePlugin",
+        "attachPlugin",
+        "serialisedFields",
+    ):
+        getattr(library, name).restype = ctypes.c_void_p
+    library.fieldName.restype = ctypes.c_char_p
+    library.workspaceSize.restype = ctypes.c_uint64
+    return library
 
 
 def _array(tensors: Sequence[Tensor]) -> tuple[ctypes.Array[Tensor], int]:

@@ -109,6 +109,7 @@ void copyText(std::string const& text, char* out, int32_t size)
 }
 
 IPluginRegistry* gRegistry = nullptr;
+IPluginCreatorInterface* gAlone = nullptr; // of a library that was opened without a registry
 
 } // namespace
 
@@ -166,6 +167,28 @@ int32_t openRegistry(char const* runtime, char const* plugin, char* error, int32
     return reinterpret_cast<int32_t (*)()>(dlsym(library, "getInferLibVersion"))();
 }
 
+// The creator that a plugin library itself names, without a TensorRT runtime. 0, or -1 and a sentence.
+int32_t openAlone(char const* plugin, char* error, int32_t size)
+{
+    void* const library = dlopen(plugin, RTLD_NOW | RTLD_LOCAL);
+    if (library == nullptr)
+    {
+        copyText(dlerror(), error, size);
+        return -1;
+    }
+    using GetCreators = IPluginCreatorInterface* const* (*) (int32_t&);
+    auto const getCreators = reinterpret_cast<GetCreators>(dlsym(library, "getCreators"));
+    int32_t count = 0;
+    IPluginCreatorInterface* const* const creators = getCreators ? getCreators(count) : nullptr;
+    if (count != 1)
+    {
+        copyText("the library names no creator, or several", error, size);
+        return -1;
+    }
+    gAlone = creators[0];
+    return 0;
+}
+
 int32_t headerMajor()
 {
     return NV_TENSORRT_MAJOR;
@@ -173,7 +196,7 @@ int32_t headerMajor()
 
 IPluginCreatorV3One* findCreator(char const* name, char const* version, char const* nameSpace)
 {
-    IPluginCreatorInterface* const found = gRegistry->getCreator(name, version, nameSpace);
+    IPluginCreatorInterface* const found = gAlone ? gAlone : gRegistry->getCreator(name, version, nameSpace);
     bool const isV3 = found != nullptr && std::string(found->getInterfaceInfo().kind) == "PLUGIN CREATOR_V3ONE";
     return isV3 ? static_cast<IPluginCreatorV3One*>(found) : nullptr;
 }

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import BASE, CASES, Case
+from cases import BASE, CASES, SECONDS, Case
 from expected import ABSOLUTE, expect
 from harness import Plugin, Registry, Tensor
 from plugin_case import PluginCase, dense_case, paged_case
 
-BY_ID = {case.id: case for case in CASES}
+BY_ID = {case.id: case for case in (*CASES, *SECONDS)}
 UNTOUCHED = -7
 
 
@@ -33,6 +33,7 @@ EXACT = (  # maps in float32: nothing is rounded but the result
     BY_ID["blocks-16-to-64"],
     BY_ID["pooled-top-2"],
     BY_ID["slice-with-own-layer-0"],
+    BY_ID["float8-weights-pooled"],
     BY_ID["copy"],
     BY_ID["copy-float8-rescaled"],
     begun_at(BY_ID["bfloat16-to-float8_e4m3fn"], 5),
@@ -80,9 +81,13 @@ def test_lean_registry_enqueue_paged(lean_registry: Registry, case: Case) -> Non
     assert paged.output.tolist() == [case.num_tokens]
 
 
+@pytest.mark.parametrize("second", ["", "float8"], ids=["half-weights", "float8-weights"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_lean_registry_enqueue_on_tensor_cores(lean_registry: Registry, dtype: str) -> None:
-    paged = paged_case(begun_at(BY_ID[f"{dtype}-to-{dtype}"], 6), compute=dtype)
+def test_lean_registry_enqueue_on_tensor_cores(
+    lean_registry: Registry, dtype: str, second: str
+) -> None:
+    case = replace(BY_ID[f"{dtype}-to-{dtype}"], second=second)
+    paged = paged_case(begun_at(case, 6), compute=dtype)
     before = raw(paged.built.target_memory)
     assert run(lean_registry, paged)[0] == 0
     compare(paged, before, relative=2.0**-6 if dtype == "bfloat16" else 2.0**-9)

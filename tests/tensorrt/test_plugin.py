@@ -281,5 +281,24 @@ def test_lean_registry_and_real_plugin_refuse_without_a_gpu(
     assert "KvMap: CUDA: " in done.stderr
 
 
+def test_acceptance_enqueues_the_plugin_without_a_runtime(
+    libraries: Libraries, tmp_path: Path
+) -> None:
+    """What gpu_acceptance.py runs on a GPU, here with the plugin whose kernels are emulated."""
+    script, out = ROOT / "build_scripts" / "gpu" / "plugin.py", tmp_path / "plugin.json"
+    folder = str(libraries.harness.parent)
+    command = [sys.executable, str(script), "--library", folder, "--built", folder]
+    done = subprocess.run(
+        [*command, "--device", "cpu", "--json", str(out)],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    findings = json.loads(out.read_text())
+    assert findings["runs"] >= 5
+    assert findings["failures"] == {}
+
+
 def test_dense_is_the_other_mode(dense: PluginCase) -> None:
     assert dense.fields["mode"].tolist() == [DENSE]
