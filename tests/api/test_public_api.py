@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 from pathlib import Path
+from typing import Any
 
 from typer.main import get_command
 
@@ -33,9 +34,18 @@ def described() -> dict[str, dict[str, object]]:
         },
         "verbs": {
             name: sorted(option for p in verb.params for option in p.opts)
-            for name, verb in sorted(verbs.items())
+            for name, verb in sorted(flat(verbs).items())
         },
     }
+
+
+def flat(verbs: dict[str, Any]) -> dict[str, Any]:
+    """A verb of a group is named with it: ``registry list``."""
+    found = {}
+    for name, verb in verbs.items():
+        nested = flat(getattr(verb, "commands", {}))
+        found |= {f"{name} {inner}": each for inner, each in nested.items()} or {name: verb}
+    return found
 
 
 def signature(value: object) -> str:

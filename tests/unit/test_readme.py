@@ -44,8 +44,10 @@ def test_python_blocks_run(where_the_demo_wrote: Path, capsys: pytest.CaptureFix
 
 def test_commands_have_the_options_they_are_shown_with() -> None:
     verbs = get_command(app).commands  # type: ignore[attr-defined]
+    group = verbs["registry"].commands
+    verbs = verbs | {f"registry {name}": verb for name, verb in group.items()}
     shown = README.replace("\\\n", " ")
-    commands = re.findall(r"^trtllm-kvmap (\w+)(.*)$", shown, re.MULTILINE)
+    commands = re.findall(r"^trtllm-kvmap ((?:registry )?\w+)(.*)$", shown, re.MULTILINE)
     assert {name for name, _ in commands} >= {"doctor", "calibrate", "fit", "evaluate", "generate"}
     for name, rest in commands:
         known = {option for p in verbs[name].params for option in p.opts}

@@ -187,6 +187,25 @@ def test_writers_and_readers_at_once_see_whole_maps_only(url: str, pair: Pair) -
     assert len(registry.entries()) == 3  # equal maps are one file
 
 
+def test_a_writer_that_fails_half_way_leaves_nothing(
+    tmp_path: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = Registry(tmp_path)
+    before = registry.add(proven(pair))
+    meanwhile: list[Entry | Unusable] = []
+
+    def torn(local: str, path: str) -> None:
+        Path(path).write_bytes(Path(local).read_bytes()[:100])
+        meanwhile.extend(Registry(tmp_path).scan())
+        raise OSError("no space left")
+
+    monkeypatch.setattr(registry._files, "put_file", torn)
+    with pytest.raises(InputError, match="no space left"):
+        registry.add(proven(pair, seed=1))
+    assert meanwhile == [before]
+    assert [path.name for path in tmp_path.iterdir()] == [before.path]
+
+
 def test_what_was_used_least_recently_leaves_first() -> None:
     made: list[str] = []
 

@@ -6,7 +6,7 @@ import re
 import secrets
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import fsspec
@@ -202,6 +202,8 @@ class Registry:
             write(part)
             self._files.mv(part, path)
         except OSError as error:
+            with suppress(OSError):
+                self._files.rm_file(part)
             raise InputError(f"{path} cannot be written to the registry ({error}).") from error
 
     def _absolute(self, relative: str) -> str:
