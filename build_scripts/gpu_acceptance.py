@@ -156,7 +156,7 @@ def print_plan() -> None:
     print("\nPredictions, from datasheet rates (989 TFLOP/s bf16, 3.35 TB/s), not measured:")
     for row in predictions():
         print(
-            f"  {row['map']:12} {row['tokens']:6} tokens  {row['tflop']:8.2f} TFLOP  "
+            f"  {row['map']:15} {row['tokens']:6} tokens  {row['tflop']:8.2f} TFLOP  "
             f"{row['gigabytes']:6.2f} GB  at least {row['floor_ms']:7.2f} ms"
         )
 

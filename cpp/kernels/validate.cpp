@@ -29,6 +29,13 @@ Status checkMap(PackedMap const& map)
         return refuse("The packed map has version %d; this build reads %d. Pack the map again.", map.version,
             kPackedMapVersion);
     }
+    bool const products = isKnown(map.computeType) && map.computeType != DType::kFP8_E4M3;
+    if (!products || (map.weightType != map.computeType && map.weightType != DType::kFP8_E4M3))
+    {
+        return refuse("The packed map multiplies in type %d and keeps weights in type %d, which no packMap wrote; pack "
+                      "the map again.",
+            static_cast<int32_t>(map.computeType), static_cast<int32_t>(map.weightType));
+    }
     if (!map.blob || !isAligned(map.blob, 64))
     {
         return refuse("The packed map's buffer is at %p; an address aligned to 64 bytes is needed.", map.blob);

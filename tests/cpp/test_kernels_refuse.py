@@ -43,6 +43,8 @@ def change(path: str, value: object) -> Callable[[MapParams], None]:
 
 BAD = {
     "version": (change("map.version", 1), "version 1"),
+    "compute type": (change("map.compute_type", 3), "in type 3 and keeps weights in type 2"),
+    "weight type": (change("map.weight_type", 1), "in type 2 and keeps weights in type 1"),
     "no map": (change("map.blob", None), "buffer"),
     "misaligned map": (change("map.blob", 4100), "aligned to 64 bytes"),
     "layers": (change("source.num_layers", 2), "source pool holds"),
