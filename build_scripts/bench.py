@@ -5,6 +5,8 @@
     python build_scripts/bench.py fit --json F        seconds per scope once moments exist
     python build_scripts/bench.py repair --json F     what each choice of repair gives and costs
     python build_scripts/bench.py guard --json F      what a guard takes back, and what it misses
+    python build_scripts/bench.py calibration --json F  quality by number of sequences; a refit from
+                                                      traffic
     python build_scripts/bench.py fits --json F       gap recovered by every way of fitting
     python build_scripts/bench.py triton --json F     through Triton against in process; pipeline
                                                       against target alone
@@ -29,6 +31,7 @@ import triton_server
 from environment import MAIN, Environment
 
 BENCHES = {
+    "calibration": "bench_calibration",
     "exchange": "bench_exchange",
     "fit": "bench_fit",
     "fits": "bench_fits",

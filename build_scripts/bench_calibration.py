@@ -1,0 +1,137 @@
+"""How a map's quality grows with the number of calibration sequences, and what counting a server's
+own traffic gains (run it through bench.py calibration).
+
+Growth: the same fit from the moments of the first 10, 50, 100 and 500 sequences. Traffic: a map of
+ten documents unlike what the server reads; that is counted, the map refitted from it alone and
+tried on what was held out.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trtllm_kvmap.artifact.kvmap import KvMap
+from trtllm_kvmap.artifact.moments import MomentSet
+from trtllm_kvmap.calibrate.config import CalibrationConfig
+from trtllm_kvmap.calibrate.run import calibrate
+from trtllm_kvmap.calibrate.traffic import TrafficConfig, TrafficMoments
+from trtllm_kvmap.decode.bridge import KvBridge
+from trtllm_kvmap.demo import REPORT_SEED, calibration_documents, tiny_items
+from trtllm_kvmap.evaluate.arms import mapped
+from trtllm_kvmap.evaluate.bootstrap import draw, figure
+from trtllm_kvmap.evaluate.promote import promote, refit
+from trtllm_kvmap.evaluate.reading import Reading, judge, read_item
+from trtllm_kvmap.evaluate.run import EvaluationConfig
+from trtllm_kvmap.evaluate.summary import Draws, gap
+from trtllm_kvmap.fit import FitConfig, fit
+from trtllm_kvmap.models import LoadedModel, load_model
+from trtllm_kvmap.spec.plan import plan_handoff
+from trtllm_kvmap.tiny import PAIRS, model_folder
+from trtllm_kvmap.tiny.documents import make_document
+
+SEQUENCES = (10, 50, 100, 500)
+REPORT_ITEMS, SCALE_SEED, TRAFFIC_SEED = 40, 41, 42
+JUDGED = EvaluationConfig(first_tokens=4, repair_window=32)
+JOINT = CalibrationConfig(joint=True)
+FITTED = FitConfig(scope="slice", n=8, fields="both", ridge=1e-4)
+TRAFFIC, TRAFFIC_TOKENS, TRAFFIC_FACTS = 200, 320, 20  # prompts that the server reads
+
+
+def bench_calibration() -> dict[str, Any]:
+    return {
+        "operating_point": {"S": JUDGED.first_tokens, "N": JUDGED.repair_window},
+        "fit": {"scope": FITTED.scope, "n": FITTED.n, "ridge": FITTED.ridge, "fields": "both"},
+        "pairs": {"-".join(pair): _pair(*pair) for pair in PAIRS},
+    }
+
+
+def _pair(source_name: str, target_name: str) -> dict[str, Any]:
+    source, target = (load_model(model_folder(name)) for name in (source_name, target_name))
+    items = tiny_items(target, REPORT_ITEMS, REPORT_SEED)
+    readings = [read_item(source, target, item, (), rollout_steps=1) for item in items]
+    growth, moments, documents = [], None, _documents(target, max(SEQUENCES))
+    for start, stop in zip((0, *SEQUENCES), SEQUENCES, strict=False):
+        more = _calibrated(source, target, documents[start:stop])
+        moments = more if moments is None else moments + more
+        growth.append(
+            {"sequences": stop, "tokens": moments.record["tokens"]}
+            | _figures(fit(moments, FITTED), source, target, readings)
+        )
+        print(f"{source_name} to {target_name}: {growth[-1]}", flush=True)
+    return {"growth": growth, "traffic": _traffic(source, target)}
+
+
+def _documents(loaded: LoadedModel, count: int) -> list[list[int]]:
+    """Documents that are mostly facts, as the demo calibrates on, of a seed of their own."""
+    rng = np.random.default_rng(SCALE_SEED)
+    documents = []
+    for _ in range(count):
+        facts = int(rng.integers(8, 31))
+        tokens = 13 + 3 * facts + int(rng.integers(0, 3 * facts))
+        documents.append(loaded.tokenise(make_document(rng, tokens, facts, 0).text))
+    return documents
+
+
+def _calibrated(
+    source: LoadedModel, target: LoadedModel, documents: Sequence[Sequence[int]]
+) -> MomentSet:
+    with tempfile.TemporaryDirectory() as folder:
+        return calibrate(source, target, documents, JOINT, Path(folder) / "moments")
+
+
+def _figures(
+    kvmap: KvMap, source: LoadedModel, target: LoadedModel, readings: Sequence[Reading]
+) -> dict[str, Any]:
+    bridge = KvBridge(kvmap, source=source, target=target)
+    plan = {"first_tokens": JUDGED.first_tokens, "repair_window": JUDGED.repair_window}
+    counts = draw(len(readings), JUDGED.resamples, 0)
+    scores = {
+        name: [
+            judge(ready(reading), reading, length_normalised=False).score for reading in readings
+        ]
+        for name, ready in (
+            ("mapped", lambda r: mapped(bridge, lambda count: plan_handoff(count, **plan), r)),
+            ("source", lambda r: r.source),
+            ("target", lambda r: r.target),
+        )
+    }
+    draws = {name: Draws(each, counts) for name, each in scores.items()}
+    figures = {f"{name}_accuracy": figure(each.accuracy).to_json() for name, each in draws.items()}
+    recovered = gap(draws["mapped"], draws["source"], draws["target"], "accuracy")
+    return figures | {
+        "nll": figure(draws["mapped"].nll).to_json(),
+        "gap_recovered": figure(recovered).to_json(),
+        "r2_key": kvmap.fitted["r2"]["key"]["mean"],
+        "r2_value": kvmap.fitted["r2"]["value"]["mean"],
+    }
+
+
+def _traffic(source: LoadedModel, target: LoadedModel) -> dict[str, Any]:
+    """An old map of ten documents unlike the traffic against one refitted from the traffic."""
+    old = fit(_calibrated(source, target, calibration_documents(target)[:10]), FITTED)
+    rng = np.random.default_rng(TRAFFIC_SEED)
+    config = TrafficConfig(consent=True, max_pending=TRAFFIC)
+    with TrafficMoments(source, target, config, JOINT) as traffic:
+        for _ in range(TRAFFIC):
+            text = make_document(rng, TRAFFIC_TOKENS, TRAFFIC_FACTS, 0).text
+            traffic.offer(target.tokenise(text))
+        traffic.drain()
+        began = time.perf_counter()
+        new = refit(old, traffic.moments())
+        refitted = time.perf_counter() - began
+        served, trial = promote(old, new, source, target, traffic.held_out(), JUDGED)
+        return {
+            "counted": traffic.documents,
+            "held_out": len(traffic.held_out()),
+            "refit_seconds": refitted,
+            "promoted": served is not old,
+            "gain": trial.gain,
+            "nll": trial.nll,
+            "gap_recovered": trial.gap_recovered,
+        }
