@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "conformance"))
 
 from case_build import Built, build  # noqa: E402
-from cases import BASE, CASES  # noqa: E402
+from cases import BASE, CASES, SECONDS  # noqa: E402
 
 from trtllm_kvmap.doctor import examine_machine  # noqa: E402
 from trtllm_kvmap.errors import InputError, MismatchError, UnavailableError  # noqa: E402
@@ -187,6 +188,26 @@ def test_bindings_refuse_to_pack(change: Callable[[list[Any]], None], sentence: 
     change(arguments)
     with pytest.raises(ValueError, match=sentence):
         pack(*arguments)
+
+
+def test_float8_weights_are_kept_where_all_of_them_are_stored_so() -> None:
+    stored = build(next(case for case in SECONDS if case.id == "float8-weights-pooled")).kvmap
+    cpu, bfloat16, float8 = torch.device("cpu"), 2, 3  # as mapKvCache.h numbers them
+    kept = pack_map(stored, torch.bfloat16, cpu)
+    assert kept.layout[1:3] == [bfloat16, float8]
+    widened = pack_map(stored, torch.bfloat16, cpu, widen=True)
+    assert widened.layout[1:3] == [bfloat16, bfloat16]
+    weights = sum(g.weight.numel() for g in stored.groups if g.weight is not None)
+    columns = sum(len(g.heads) for g in stored.groups) * stored.target.head_dim
+    saved = widened.blob.numel() - kept.blob.numel()  # a byte a weight, four for each scale
+    assert abs(saved - (weights - 4 * columns)) < 256
+
+    first, *others = stored.groups
+    mixed = replace(first, weight=first.matrix(), weight_scale=None)
+    assert pack_map(replace(stored, groups=(mixed, *others)), torch.bfloat16, cpu).layout[2] != 3
+    for variant, weight_type in (("auto", float8), ("hopper", bfloat16)):
+        packed = CudaMapper(stored, variant).packed(cpu, torch.bfloat16)
+        assert packed.layout[2] == weight_type, variant
 
 
 def test_workspace_grows_to_a_bound() -> None:
