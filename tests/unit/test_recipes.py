@@ -16,6 +16,7 @@ import yaml
 from typer.testing import CliRunner
 
 from trtllm_kvmap.artifact.kvmap import KvMap
+from trtllm_kvmap.artifact.registry import Registry
 from trtllm_kvmap.calibrate.config import CalibrationConfig
 from trtllm_kvmap.calibrate.run import calibrate
 from trtllm_kvmap.cli import app
@@ -187,6 +188,12 @@ def test_pooled_multiturn_tells_each_pair_and_each_turn(ran: Callable[[str], Fou
     found = ran("pooled-multiturn")
     directory, turns, drift = found[0]["tables"].values()
     assert [row["pair"] for row in directory] == ["tiny-s-to-tiny-m", "tiny-m-to-tiny-s"]
+    # The folder is a registry of maps that carry their evidence.
+    entries = Registry(found[1]).entries()
+    assert sorted(entry.path.split("/")[0] for entry in entries) == sorted(
+        row["pair"] for row in directory
+    )
+    assert all(entry.proven for entry in entries)
     # Any loss beyond the target's own fails here, so an MLP was tried for both.
     assert all(row["with MLP"] is not None for row in directory)
     assert [row["answers"] for row in turns] == ["source", "target"] * 2
