@@ -264,3 +264,32 @@ def test_the_divergence_from_the_reader_is_none_for_the_reader_itself(
     bridge = KvBridge(kvmap, source=model, target=model)
     found = teacher_divergence(bridge, model, item, config)
     assert found > 1e-4
+
+
+def test_models_of_your_own_are_fitted_and_judged_on_your_own_text(tmp_path: Path) -> None:
+    rng = np.random.default_rng(11)
+    text, data = tmp_path / "corpus.jsonl", tmp_path / "held-out.txt"
+    texts = [make_document(rng, 150, 8, 0).text for _ in range(8)]
+    text.write_text("".join(json.dumps({"text": each}) + "\n" for each in texts))
+    data.write_text(" ".join(make_document(rng, 1500, 24, 0).text.split()[1:]))
+    config = tmp_path / "small.yaml"
+    over = {**SMALL, **OWN["pooled-multiturn"]}
+    over["selection"] = over["report"] = {"num_items": 3, "context_tokens": 150}
+    config.write_text(yaml.safe_dump(over))
+    own = {
+        "--source": model_folder("tiny-s"),
+        "--target": model_folder("tiny-m"),
+        "--text": text,
+        "--task": "text",
+        "--data": data,
+        "--config": config,
+        "--out": tmp_path / "found",
+    }
+    arguments = [str(each) for pair in own.items() for each in pair]
+    result = CliRunner().invoke(app, ["recipe", "pooled-multiturn", *arguments])
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "found" / "recipe.json").read_text())
+    assert found["config"]["report"]["skip"] == 3
+    assert [summary["metric"] for summary in found["summary"].values()] == ["nll", "nll"]
+    assert found["left_out"] == ["conversations in turn; they need --task coqa with its file."]
+    assert len(found["tables"]) == 1
