@@ -9,19 +9,21 @@ from trtllm_kvmap.engine.config import BYTES_PER_ELEMENT, PipelineConfig
 from trtllm_kvmap.engine.pair import Side
 from trtllm_kvmap.spec.model import ModelSpec
 
-# As cpp/kernels/workspaceLayout.h and plugins/kvMapPlugin/callWorkspace.cpp lay it out.
+# As cpp/kernels/workspaceLayout.h and plugins/kvMapPlugin/callWorkspace.cpp lay a workspace out.
 CHUNK_TOKENS = 2048
 TILE_ROWS = 256
+SMALL_ROWS, TILE_COLUMNS, BUSY_TILES = 64, 128, 512
+SLICE_GRANULARITY = 8
+ALIGNMENT = 256
 TOKEN_ROW_BYTES = 24
-INDEX_ARRAYS = 3
-INDEX_BYTES = 4
+INDEX_ARRAYS, INDEX_BYTES = 3, 4
 FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineSizes:
-    """Bytes. Engines and pools are of one GPU each; an engine's own activations are known to
-    TensorRT alone, and not counted.
+    """Bytes. An engine's own activations are known to TensorRT alone, and not counted;
+    ``map_workspace`` is an upper bound. ``map_token_table`` is of a map that reads token ids.
     """
 
     source_weights: int
@@ -50,11 +52,46 @@ def slice_map_parameters(source: ModelSpec, target: ModelSpec, n: int) -> int:
     return heads * target.head_dim * (n * source.head_dim + 1)
 
 
-def map_workspace(kvmap_slices: int, slice_width: int, max_tokens: int) -> int:
-    """Un-rotated source slices of one chunk in the compute type, and where its tokens lie."""
+@dataclass(frozen=True, slots=True)
+class MapShape:
+    """What of a map its workspace depends on: distinct slices of source and target that matrices
+    read, and tiles of 128 columns that they write.
+    """
+
+    source_slices: int
+    own_slices: int
+    tiles: int
+
+    @staticmethod
+    def of(kvmap: KvMap) -> MapShape:
+        groups = [group for group in kvmap.groups if not group.copies]
+        read = {s for group in groups for s in group.slices}
+        own = sum(s.origin == "target" for s in read)
+        head_dim = kvmap.target.head_dim
+        return MapShape(
+            len(read) - own,
+            own,
+            sum(-(-len(group.heads) * head_dim // TILE_COLUMNS) for group in groups),
+        )
+
+
+def map_workspace(shape: MapShape, source: ModelSpec, target: ModelSpec, max_tokens: int) -> int:
+    """An upper bound: un-rotated slices of one chunk and where its tokens lie, or, for a handful of
+    tokens, the partial sums of a product that was split.
+    """
+
+    def held(rows: int) -> int:
+        widths = (
+            count * (-(-spec.head_dim // SLICE_GRANULARITY) * SLICE_GRANULARITY)
+            for count, spec in ((shape.source_slices, source), (shape.own_slices, target))
+        )
+        return rows * (TOKEN_ROW_BYTES + sum(widths) * BYTES_PER_ELEMENT) + 4 * ALIGNMENT
+
     chunk = min(-(-max_tokens // TILE_ROWS) * TILE_ROWS, CHUNK_TOKENS)
-    slices = kvmap_slices * chunk * slice_width * BYTES_PER_ELEMENT
-    return slices + chunk * TOKEN_ROW_BYTES + INDEX_ARRAYS * max_tokens * INDEX_BYTES
+    splits = -(-BUSY_TILES // shape.tiles) if shape.tiles else 0
+    partials = splits * shape.tiles * SMALL_ROWS * TILE_COLUMNS * FLOAT_BYTES if splits > 1 else 0
+    indices = INDEX_ARRAYS * (max_tokens * INDEX_BYTES + ALIGNMENT)
+    return indices + max(held(chunk), held(SMALL_ROWS) + partials)
 
 
 def pool_bytes(spec: ModelSpec, blocks: int, tokens_per_block: int) -> int:
@@ -70,14 +107,16 @@ def measure(
     weight_bytes = BYTES_PER_ELEMENT
     if kvmap is None:
         parameters = slice_map_parameters(spec, other, n)
-        slices = 2 * spec.num_layers * spec.num_kv_heads
+        heads = 2 * other.num_layers * other.num_kv_heads
+        tiles = heads * -(-other.head_dim // TILE_COLUMNS)
+        shape = MapShape(2 * spec.num_layers * spec.num_kv_heads, 0, tiles)
         table = 0
     else:
         parameters = kvmap.num_parameters
         weights = [group.weight for group in kvmap.groups if group.weight is not None]
         if weights and all(weight.dtype == FLOAT8 for weight in weights):
             weight_bytes = FLOAT8.itemsize
-        slices = len({s for group in kvmap.groups if not group.copies for s in group.slices})
+        shape = MapShape.of(kvmap)
         held = kvmap.token_table if kvmap.reads_token_ids else None
         table = 0 if held is None else FLOAT_BYTES * (held.keys.numel() + held.values.numel())
     in_flight = config.max_batch_size * config.max_blocks
@@ -92,7 +131,7 @@ def measure(
         * config.max_tokens
         * (spec.rope.rotary_dim + other.rope.rotary_dim),
         map_token_table=table,
-        map_workspace=map_workspace(slices, max(spec.head_dim, other.head_dim), config.max_tokens),
+        map_workspace=map_workspace(shape, spec, other, config.max_tokens),
         source_pool=pool_bytes(spec, in_flight, size),
         target_pool=pool_bytes(
             other,
