@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
@@ -43,8 +44,8 @@ class TritonPythonModel:
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
-            if send_all(request, lambda request=request: self._responses(request)):  # type: ignore[misc]
-                self.counters.count_error()
+            respond = partial(self._responses, request)
+            send_all(request, respond, on_error=self.counters.count_error)
 
     def _responses(self, request: Any) -> Iterator[Any]:
         parameters = json.loads(request.parameters())

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
@@ -30,7 +31,7 @@ class TritonPythonModel:
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
-            send_all(request, lambda request=request: self._responses(request))  # type: ignore[misc]
+            send_all(request, partial(self._responses, request))
 
     def _responses(self, request: Any) -> Iterator[Any]:
         job = Job.from_json(json.loads(text_of(request, "job")))

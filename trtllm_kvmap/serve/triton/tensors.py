@@ -66,17 +66,19 @@ def error_response(error: Exception) -> Any:
     return pb_utils.InferenceResponse(error=pb_utils.TritonError(error_sentence(error), code))
 
 
-def send_all(request: Any, responses: Callable[[], Iterator[Any]]) -> Exception | None:
-    """Send every response of a decoupled model, then close. An error becomes the last response, and
-    is returned.
+def send_all(
+    request: Any,
+    responses: Callable[[], Iterator[Any]],
+    on_error: Callable[[], None] = lambda: None,
+) -> None:
+    """Send every response of a decoupled model, then close. An error becomes the last response;
+    ``on_error`` is called before it is sent, so that who has read it finds it counted.
     """
     sender = request.get_response_sender()
-    failed = None
     try:
         for response in responses():
             sender.send(response)
     except Exception as error:
-        failed = error
+        on_error()
         sender.send(error_response(error))
     sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-    return failed
