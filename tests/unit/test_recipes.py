@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from trtllm_kvmap.inject.hf_cache import view_pool
 from trtllm_kvmap.models import LoadedModel, load_model
 from trtllm_kvmap.recipes import per_head_controls
 from trtllm_kvmap.recipes.lowrank_residual import lifted, multiplied_out, teacher_divergence
+from trtllm_kvmap.recipes.pooled_multiturn import failing
 from trtllm_kvmap.recipes.run import config_of, run_recipe
 from trtllm_kvmap.recipes.steps import ratio_figure
 from trtllm_kvmap.tiny import model_folder
@@ -181,7 +183,7 @@ def test_a_control_that_fails_stops_before_any_figure(
     monkeypatch.setattr(per_head_controls, "prefill", broken)
     with pytest.raises(UnprovenError, match="cached decode failed"):
         run_recipe("per-head-controls", tmp_path / "out", over={**SMALL, "k": [1]})
-    assert not (tmp_path / "out").exists()
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_pooled_multiturn_tells_each_pair_and_each_turn(ran: Callable[[str], Found]) -> None:
@@ -202,6 +204,16 @@ def test_pooled_multiturn_tells_each_pair_and_each_turn(ran: Callable[[str], Fou
     assert (turns[0]["mapped tokens"], turns[1]["native"]) == (0, turns[1]["target alone"])
     assert turns[1]["loss"] != turns[1]["native"]
     assert [row["answers"] for row in drift] == ["source", "target"]
+
+
+def test_a_pair_fails_by_its_loss_or_without_one_by_its_accuracy() -> None:
+    kvmap: Any = SimpleNamespace(fitted={"selection": {"target": {"nll": 1.0, "accuracy": 0.9}}})
+    row = {"NLL": 1.0 + math.log(1.2), "accuracy": 0.1}
+    assert failing(kvmap, row, 1.19)
+    assert not failing(kvmap, row, 1.21)
+    row = {"NLL": None, "accuracy": 0.75}
+    assert failing(kvmap, row, 1.19)
+    assert not failing(kvmap, row, 1.21)
 
 
 def test_a_ratio_is_of_sums_and_its_interval_paired() -> None:

@@ -118,6 +118,12 @@ def test_a_recipe_whose_texts_are_the_same_does_not_run(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("a file")
+    with pytest.raises(InputError, match="cannot be written"):
+        run_recipe("ridge-k", tmp_path / "out", over={"selection": {"num_items": 1}})
+
+
 def test_own_models_are_given_with_own_text() -> None:
     with pytest.raises(InputError, match="--source, --target, --text"):
         OwnModels(source="a", target="b")

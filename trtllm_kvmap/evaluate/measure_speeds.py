@@ -31,9 +31,16 @@ def measure_speeds(
 ) -> Speeds:
     """Medians of ``rounds`` at each of ``lengths`` (tokens, ascending), every phase in turn; models
     share this process's memory, so nothing is transferred. Raises InputError for lengths that leave
-    nothing to map or do not fit a model.
+    nothing to map or do not fit a model, and for models that are not on a CPU: the clock here does
+    not wait for a GPU.
     """
     target = bridge.target
+    for model in (source, target):
+        if model.device.type != "cpu":
+            raise InputError(
+                f"{model.name} is on {model.device}; speeds are measured on a CPU only, because "
+                f"the clock does not wait for a GPU. Measure there, and give a file of speeds."
+            )
     if not lengths or min(lengths) <= first_tokens + repair_window:
         raise InputError(
             f"Speeds are measured at lengths above {first_tokens + repair_window} tokens, the "

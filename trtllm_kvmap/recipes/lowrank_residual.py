@@ -247,13 +247,10 @@ def compute_rows(config: Config, bridge: KvBridge, pair: Pair) -> list[Row]:
 
 
 def _distances(report: Report) -> list[Row]:
-    return [
-        {
-            "field": field,
-            **{
-                name: float(np.mean([v for v in values if v is not None] or [np.nan]))
-                for name, values in layers.items()
-            },
-        }
-        for field, layers in report.kv_error.items()
-    ]
+    """Means over layers; None where nothing was mapped."""
+    rows = []
+    for field, layers in report.kv_error.items():
+        known = {name: [v for v in each if v is not None] for name, each in layers.items()}
+        means = {name: sum(each) / len(each) if each else None for name, each in known.items()}
+        rows.append({"field": field, **means})
+    return rows

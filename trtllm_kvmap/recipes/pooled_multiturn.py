@@ -60,6 +60,7 @@ def run(config: Config, pair: Pair, on_progress: Progress) -> Outcome:
     directory: list[Row] = []
     for each in pairs:
         name = f"{each.source.name}-to-{each.target.name}".replace("/", "-")
+        name += "-back" if name in judged else ""  # two folders of one name
         judged[name], row = one_pair(config, each, on_progress)
         directory.append({"pair": name, **row})
     first = next(iter(judged.values()))
@@ -138,6 +139,7 @@ def one_pair(config: Config, pair: Pair, on_progress: Progress) -> tuple[Judged,
 
 
 def failing(kvmap: KvMap, chosen_row: Row, above: float) -> bool:
+    """Whether the map that was chosen is too far from the target, see Config."""
     alone = kvmap.fitted["selection"]["target"]
     if chosen_row["NLL"] is not None:
         return bool(math.exp(chosen_row["NLL"] - alone["nll"]) > above)

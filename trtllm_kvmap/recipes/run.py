@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from trtllm_kvmap.artifact.whole import require_writable
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.recipes import (
     copy_repair_speculate,
@@ -53,6 +54,7 @@ def run_recipe(
     own = own or OwnModels()
     config = own.put_into(config_of(name, over))
     pair = load_pair(config, own.text)
+    require_writable(out / "recipe.json")
     outcome = RECIPES[name][1](config, pair, on_progress or (lambda stage, done, total: None))
     files = outcome.save(out, {"recipe": name, "config": asdict(config)})
     return outcome, files
