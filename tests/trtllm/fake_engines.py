@@ -220,7 +220,7 @@ class Executor:
         self._shape = layers, heads, self._size, head_dim
         self._model, self._numbers = PagedTarget(loaded, self._cache.blocks), count(1)
         self._running: dict[int, Iterator[Response]] = {}
-        self._cancelled: set[int] = set()
+        self._offered: dict[int, bytes] = {}
         Executor._started += (self,)
 
     def enqueue_request(self, request):
@@ -245,8 +245,9 @@ class Executor:
         return [] if response is None else [response]
 
     def cancel_request(self, id):
-        self._cancelled.add(id)
         self._running.pop(id, None)
+        if (offered := WORLD.offers.pop(self._offered.get(id, b""), None)) is not None:
+            offered.taken()
 
     def shutdown(self):
         self._running.clear()
@@ -275,7 +276,7 @@ class Executor:
             lambda: self._cache.blocks[blocks],
             lambda: self._end(running, running.prompt_len),
         )
-        state = WORLD.offer("source", offered)
+        state = self._offered[running.request_id] = WORLD.offer("source", offered)
         params = ContextPhaseParams([token], running.request_id, state, None)
         yield Response(Result(True, [[token]], [FinishReason.LENGTH], params))
 

@@ -169,6 +169,8 @@ def test_a_transfer_that_does_not_begin(built: Built, where: str) -> None:
             part = {"relay": "from the source to the relay", "target": "taking of mapped KV"}
             assert f"{part[where]} took too long" in answer.status.reason
         assert blocks_in_use() == [0, 0]
+        source = Executor._started[-2]
+        assert source._cache._sequences == {}  # nothing waits there to be fetched
         WORLD.stalled.clear()
         again = executor.submit(built.request(prompt)).result(timeout=120)
         assert again.status.state == "applied"

@@ -69,6 +69,7 @@ class FakeStages:
     landed: dict[int, tuple[int, ...]] = field(default_factory=dict)
     reading: dict[int, tuple[int, ...]] = field(default_factory=dict)
     released: list[int] = field(default_factory=list)
+    forgotten: list[int] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     # --- stages.SourceStage ---
@@ -79,6 +80,9 @@ class FakeStages:
             number = len(self.reading) + 1
             self.reading[number] = tuple(token_ids)
         return ContextState(number, f"source {number}".encode())
+
+    def forget(self, state: ContextState) -> None:
+        self.forgotten.append(state.request_id)
 
     # --- stages.RelayStage ---
 

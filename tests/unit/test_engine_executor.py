@@ -46,7 +46,7 @@ def test_a_handover() -> None:
     assert (status.state, status.reason) == ("applied", "")
     assert (status.sink, status.mapped, status.sink_missed) == (1, MAPPED - 1, 1)
     assert status.computed == len(PROMPT) - MAPPED
-    assert stages.released == [1001]
+    assert (stages.released, stages.forgotten) == ([1001], [])
 
 
 def test_the_tokens_come_as_they_are_made() -> None:
@@ -93,6 +93,7 @@ def test_a_stage_that_fails_ends_in_the_targets_own_answer(stage: str) -> None:
     assert answer.status.computed == len(PROMPT)
     assert [entry[-1] for entry in stages.asked_for("answer")] == [None]  # no salt: nothing mapped
     assert stages.released == ([1001] if stage == "land" else [])
+    assert stages.forgotten == ([1] if stage == "map" else [])
 
 
 @pytest.mark.parametrize("stage", ["read", "map", "land"])
@@ -172,6 +173,7 @@ def test_a_request_cancelled_while_a_stage_runs(stage: str) -> None:
         answer = handle.result(timeout=60)
     assert (answer.token_ids, answer.finish_reason) == ((), "cancelled")
     assert stages.released == ([1001] if stage in ("land", "answer") else [])
+    assert stages.forgotten == ([1] if stage == "map" else [])
 
 
 def test_a_request_cancelled_between_tokens() -> None:

@@ -63,7 +63,11 @@ class Engine:
                         return
         finally:
             if not ended:
-                self._executor.cancel_request(id=number)
+                self.cancel(number)
+
+    def cancel(self, number: int) -> None:
+        """Stop a request, also one that waits for a peer to fetch its KV."""
+        self._executor.cancel_request(id=number)
 
     def shutdown(self) -> None:
         self._executor.shutdown()

@@ -18,6 +18,7 @@ from trtllm_kvmap.engine.manifest import Manifest
 from trtllm_kvmap.engine.request import PipelineAnswer, PipelineHandle, PipelineRequest
 from trtllm_kvmap.engine.stages import (
     CancelledError,
+    ContextState,
     Deadline,
     Mapped,
     Piece,
@@ -170,6 +171,7 @@ class PipelineExecutor:
             )
         deadline = Deadline.after(request.handoff_seconds, handle.cancelled)
         salt = self._salt(request)
+        state: ContextState | None = None
         mapped: Mapped | None = None
         try:
             deadline.check("the hand-over")
@@ -184,6 +186,8 @@ class PipelineExecutor:
         finally:
             if mapped is not None:
                 self._relay.release(mapped)
+            elif state is not None:
+                self._source.forget(state)
         missed = min(config.first_tokens, len(tokens)) - mapped.sink
         return salt, HandoffStatus(
             "applied",

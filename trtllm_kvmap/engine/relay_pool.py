@@ -112,7 +112,9 @@ class RelayPool:
         return offsets
 
     def place(self, request_id: int, entry: SinkEntry) -> None:
-        """Write the KV of a sequence's first tokens."""
+        """Write the KV of a sequence's first tokens; returns when it is there, because blocks are
+        sent on another stream.
+        """
         ids = self._manager.get_batch_cache_block_ids([request_id], self._window)[0][0]
         table = BlockTable(tuple(int(block) for block in ids), self._tokens_per_block)
         slots = torch.from_numpy(table.slot_mapping(0, len(entry.token_ids)))
@@ -123,6 +125,8 @@ class RelayPool:
         ):
             for layer, view in enumerate(views):
                 places.write(view, numbers[layer].transpose(0, 1).to(self.device))
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def close(self) -> None:
         self._manager.release_pools()

@@ -34,3 +34,6 @@ class EngineSource:
                 "cache transceiver?"
             )
         return ContextState(int(params.req_id), bytes(params.opaque_state))
+
+    def forget(self, state: ContextState) -> None:
+        self._engine.cancel(state.request_id)

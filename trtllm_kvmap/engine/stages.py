@@ -85,7 +85,10 @@ class Piece:
 
 class SourceStage(Protocol):
     def read(self, token_ids: Sequence[int], salt: int, deadline: Deadline) -> ContextState:
-        """Read a prompt and keep its KV until a peer has taken it."""
+        """Read a prompt and keep its KV until a peer has taken it, or it is forgotten."""
+
+    def forget(self, state: ContextState) -> None:
+        """No peer will take what was read."""
 
 
 class RelayStage(Protocol):
