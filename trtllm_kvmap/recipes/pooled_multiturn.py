@@ -113,7 +113,7 @@ def one_pair(config: Config, pair: Pair, on_progress: Progress) -> tuple[Judged,
     kvmap, table = chosen(pair, moments, config.candidates.candidates(), config.judged, on_progress)
     (row_chosen,) = (row for row in table if row["chosen"])
     judged = judged_map(pair, kvmap, config.judged, on_progress)
-    row = {"ridge": judged.summary()["gap recovered"], "with MLP": None}
+    row = {"perplexity ratio": judged.report.perplexity_ratio, "with MLP": None}
     if failing(kvmap, row_chosen, config.failing_above):
         refined = refine(
             kvmap,
@@ -126,7 +126,7 @@ def one_pair(config: Config, pair: Pair, on_progress: Progress) -> tuple[Judged,
             ),
         )
         mended = judged_map(pair, refined, config.judged, on_progress)
-        row["with MLP"] = mended.summary()["gap recovered"]
+        row["with MLP"] = mended.report.perplexity_ratio
         if refined.fitted["refined"]["scale"]:
             judged = mended
     return judged, {
