@@ -6,7 +6,8 @@ import re
 
 from trtllm_kvmap.evaluate.cards import opening, summary
 from trtllm_kvmap.evaluate.report import Report
-from trtllm_kvmap.evaluate.sections import Grid, sections
+from trtllm_kvmap.evaluate.section import Grid
+from trtllm_kvmap.evaluate.sections import sections
 
 # Brackets are marks only before these two, an underscore only at the edge of a word.
 MARKS = re.compile(r"[\\`*<>#|~&!]|(?<=\])[(:]|(?<![^\W_])_|_(?![^\W_])")

@@ -9,7 +9,8 @@ from markupsafe import Markup
 
 from trtllm_kvmap.evaluate.cards import opening, summary
 from trtllm_kvmap.evaluate.report import Report
-from trtllm_kvmap.evaluate.sections import Grid, sections
+from trtllm_kvmap.evaluate.section import Grid
+from trtllm_kvmap.evaluate.sections import sections
 
 TEMPLATE = "report.html.j2"
 MARKED = {"pass": "passed", "passed": "passed", "fail": "failed"}
