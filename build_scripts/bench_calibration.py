@@ -22,13 +22,15 @@ from trtllm_kvmap.calibrate.config import CalibrationConfig
 from trtllm_kvmap.calibrate.run import calibrate
 from trtllm_kvmap.calibrate.traffic import TrafficConfig, TrafficMoments
 from trtllm_kvmap.decode.bridge import KvBridge
-from trtllm_kvmap.demo import REPORT_SEED, calibration_documents, tiny_items
+from trtllm_kvmap.demo import REPORT_SEED, calibration_documents
 from trtllm_kvmap.evaluate.arms import mapped
 from trtllm_kvmap.evaluate.bootstrap import draw, figure
+from trtllm_kvmap.evaluate.probe import Ready
 from trtllm_kvmap.evaluate.promote import promote, refit
 from trtllm_kvmap.evaluate.reading import Reading, judge, read_item
 from trtllm_kvmap.evaluate.run import EvaluationConfig
 from trtllm_kvmap.evaluate.summary import Draws, gap
+from trtllm_kvmap.evaluate.tasks import TaskConfig, read_items
 from trtllm_kvmap.fit import FitConfig, fit
 from trtllm_kvmap.models import LoadedModel, load_model
 from trtllm_kvmap.spec.plan import plan_handoff
@@ -36,11 +38,11 @@ from trtllm_kvmap.tiny import PAIRS, model_folder
 from trtllm_kvmap.tiny.documents import make_document
 
 SEQUENCES = (10, 50, 100, 500)
-REPORT_ITEMS, SCALE_SEED, TRAFFIC_SEED = 40, 41, 42
+REPORT_ITEMS, CONTEXT_TOKENS, SCALE_SEED, TRAFFIC_SEED = 40, 512, 41, 42
 JUDGED = EvaluationConfig(first_tokens=4, repair_window=32)
 JOINT = CalibrationConfig(joint=True)
 FITTED = FitConfig(scope="slice", n=8, fields="both", ridge=1e-4)
-TRAFFIC, TRAFFIC_TOKENS, TRAFFIC_FACTS = 200, 320, 20  # prompts that the server reads
+TRAFFIC, TRAFFIC_TOKENS, TRAFFIC_FACTS = 120, 320, 20  # prompts that the server reads
 
 
 def bench_calibration() -> dict[str, Any]:
@@ -53,15 +55,20 @@ def bench_calibration() -> dict[str, Any]:
 
 def _pair(source_name: str, target_name: str) -> dict[str, Any]:
     source, target = (load_model(model_folder(name)) for name in (source_name, target_name))
-    items = tiny_items(target, REPORT_ITEMS, REPORT_SEED)
+    config = TaskConfig(num_items=REPORT_ITEMS, seed=REPORT_SEED, context_tokens=CONTEXT_TOKENS)
+    items = read_items(config, target.tokenizer)
     readings = [read_item(source, target, item, (), rollout_steps=1) for item in items]
+    alone = {
+        "source": _draws([reading.source for reading in readings], readings),
+        "target": _draws([reading.target for reading in readings], readings),
+    }
     growth, moments, documents = [], None, _documents(target, max(SEQUENCES))
     for start, stop in zip((0, *SEQUENCES), SEQUENCES, strict=False):
         more = _calibrated(source, target, documents[start:stop])
         moments = more if moments is None else moments + more
         growth.append(
             {"sequences": stop, "tokens": moments.record["tokens"]}
-            | _figures(fit(moments, FITTED), source, target, readings)
+            | _figures(fit(moments, FITTED), source, target, readings, alone)
         )
         print(f"{source_name} to {target_name}: {growth[-1]}", flush=True)
     return {"growth": growth, "traffic": _traffic(source, target)}
@@ -86,30 +93,34 @@ def _calibrated(
 
 
 def _figures(
-    kvmap: KvMap, source: LoadedModel, target: LoadedModel, readings: Sequence[Reading]
+    kvmap: KvMap,
+    source: LoadedModel,
+    target: LoadedModel,
+    readings: Sequence[Reading],
+    alone: dict[str, Draws],
 ) -> dict[str, Any]:
+    """The mapped target's figures beside those of the two models alone."""
     bridge = KvBridge(kvmap, source=source, target=target)
     plan = {"first_tokens": JUDGED.first_tokens, "repair_window": JUDGED.repair_window}
-    counts = draw(len(readings), JUDGED.resamples, 0)
-    scores = {
-        name: [
-            judge(ready(reading), reading, length_normalised=False).score for reading in readings
-        ]
-        for name, ready in (
-            ("mapped", lambda r: mapped(bridge, lambda count: plan_handoff(count, **plan), r)),
-            ("source", lambda r: r.source),
-            ("target", lambda r: r.target),
-        )
-    }
-    draws = {name: Draws(each, counts) for name, each in scores.items()}
-    figures = {f"{name}_accuracy": figure(each.accuracy).to_json() for name, each in draws.items()}
+    ready = [mapped(bridge, lambda count: plan_handoff(count, **plan), r) for r in readings]
+    draws = {**alone, "mapped": _draws(ready, readings)}
     recovered = gap(draws["mapped"], draws["source"], draws["target"], "accuracy")
-    return figures | {
+    return {
+        **{f"{name}_accuracy": figure(each.accuracy).to_json() for name, each in draws.items()},
         "nll": figure(draws["mapped"].nll).to_json(),
         "gap_recovered": figure(recovered).to_json(),
         "r2_key": kvmap.fitted["r2"]["key"]["mean"],
         "r2_value": kvmap.fitted["r2"]["value"]["mean"],
     }
+
+
+def _draws(ready: Sequence[Ready], readings: Sequence[Reading]) -> Draws:
+    outcomes = [
+        judge(each, reading, length_normalised=False)
+        for each, reading in zip(ready, readings, strict=True)
+    ]
+    counts = draw(len(readings), JUDGED.resamples, 0)
+    return Draws([outcome.score for outcome in outcomes], counts)
 
 
 def _traffic(source: LoadedModel, target: LoadedModel) -> dict[str, Any]:

@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from handmade_maps import random_map
 from typer.testing import CliRunner
 
 from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.artifact.moments import MomentSet
 from trtllm_kvmap.cli import app
+from trtllm_kvmap.models import load_model
 from trtllm_kvmap.tiny.documents import make_document
 
 Folder = Callable[..., Path]
@@ -201,6 +203,16 @@ def test_diagnose_says_where_a_map_goes_wrong(work: dict[str, Any], tmp_path: Pa
     assert {row["group"] for row in found["interventions"]} >= {"field", "layer", "position"}
     assert [row["tokens"] for row in found["lengths"]] == [300]
     assert "shifted_positions" in shown
+
+
+def test_alternate_lets_two_models_take_turns(work: dict[str, Any], tmp_path: Path) -> None:
+    back, out = tmp_path / "back.kvmap.safetensors", tmp_path / "turns.json"
+    random_map(load_model(work["target"]), load_model(work["source"]), num_slices=1).save(back)
+    few = ("--num-items", 2, "--context-tokens", 96, "--questions", 3, "--repair-window", 8)
+    shown = run("alternate", work["kvmap"], back, *pair(work), *few, "--json", out)
+    turns = json.loads(out.read_text())["turns"]
+    assert [turn["answered_by"] for turn in turns] == ["source", "target", "source"]
+    assert "drift where target answers" in shown
 
 
 def test_doctor_says_how_a_pair_can_be_mapped(work: dict[str, Any], tmp_path: Path) -> None:
