@@ -1,5 +1,5 @@
-// The end of a product: column scales, bias and the target's RoPE in registers, a float tile in shared memory, and from there whole
-// 16-byte pieces into the target's blocks.
+// The end of a product: column scales, bias and the target's RoPE in registers, a float tile in shared memory, and from
+// there whole 16-byte pieces into the target's blocks.
 //
 // Packed columns 2i and 2i + 1 of a key head are a RoPE pair, so both lie in one thread's accumulators. In shared
 // memory they go to where their channels are neighbours again: of every 16 columns that turn half-split, the even ones
