@@ -20,6 +20,7 @@ from fake_engines import Executor
 from trtllm_kvmap.engine.build import build_pipeline
 from trtllm_kvmap.engine.config import PipelineConfig
 from trtllm_kvmap.engine.request import PipelineRequest
+from trtllm_kvmap.engine.stages import CancelledError, Deadline
 from trtllm_kvmap.errors import FormatError, MismatchError, UnprovenError
 
 SIZE, STEPS, ROOM = 32, 12, 2
@@ -135,7 +136,7 @@ def test_mapped_blocks_answer_nobody_else(built: Built) -> None:
         mapped = executor.submit(built.request(prompt)).result(timeout=120)
         assert mapped.status.state == "applied"
         target = executor._target
-        deadline = built.lane.relay.Deadline.after(60)
+        deadline = Deadline.after(60)
         pieces = list(target.answer(prompt, STEPS, None, (), None, deadline))
         assert [token for piece in pieces for token in piece.token_ids] == native
         assert pieces[-1].reused_tokens == 0
@@ -190,11 +191,43 @@ def test_blocks_of_a_transfer_that_has_begun_are_kept(built: Built) -> None:
         assert list(answer.token_ids) == built.world.native(prompt, STEPS).token_ids
 
 
+def test_a_map_that_wrote_less_than_it_was_asked(built: Built) -> None:
+    prompt = built.world.prompt(1)
+    with built.open() as executor:
+        target = executor._relay._target
+        whole = target.block_offsets
+
+        def a_block_less(request_id: int, max_blocks: int) -> torch.Tensor:
+            offsets = whole(request_id, max_blocks)
+            offsets[..., 1] = -1
+            return offsets
+
+        target.block_offsets = a_block_less
+        answer = executor.submit(built.request(prompt)).result(timeout=120)
+        assert blocks_in_use() == [0, 0]
+    rest = built.mapped_end(prompt) - built.world.sink_of(prompt)
+    assert f"mapped {rest - SIZE} of {rest} tokens" in answer.status.reason
+    assert list(answer.token_ids) == built.world.native(prompt, STEPS).token_ids
+
+
+def test_a_request_that_is_given_up_is_stopped_in_its_engine(built: Built) -> None:
+    with built.open() as executor:
+        engine = Executor._started[-1]
+        deadline = Deadline.after(60)
+        answer = executor._target.answer(built.world.prompt(1), STEPS, None, (), None, deadline)
+        assert len(next(answer).token_ids) == 1
+        assert len(engine._running) == 1
+        deadline.cancelled.set()
+        with pytest.raises(CancelledError):
+            next(answer)
+        assert engine._running == {}
+
+
 def test_a_peer_of_another_shape(built: Built) -> None:
     """Source and target cannot exchange directly: that is what the relay is for."""
     prompt = built.world.prompt(1)
     with built.open() as executor:
-        deadline = built.lane.relay.Deadline.after(60)
+        deadline = Deadline.after(60)
         state = executor._source.read(prompt[:64], 7, deadline)
         with pytest.raises(Exception, match=r"a peer of \(3, 2, 32, 32\) cannot give to one of"):
             executor._target.land(prompt[:64], prompt[64], state, 7, deadline)
