@@ -101,6 +101,7 @@ def test_damaged_files_stand_in_nobodys_way(tmp_path: Path, pair: Pair) -> None:
         "list": (2).to_bytes(8, "little") + b"[]",
         "other": whole.replace(b"kvmap", b"moxap", 1),
         "binary": bytes(range(256)),
+        "deep": (200_000).to_bytes(8, "little") + b"[" * 200_000,
     }
     for name, content in broken.items():
         (nested / f"{name}.kvmap.safetensors").write_bytes(content)

@@ -88,7 +88,7 @@ def read_head(
             raise ValueError(f"it should have {8 + length + max(ends, default=0)} bytes")
         metadata = described.get(METADATA, {})
         header = _header(name, metadata)
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise FormatError(
             f"{name} is not a whole safetensors file ({error}). Fetch or write it again."
         ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +38,9 @@ class Entry:
         """Of the evidence, in whichever metric it was taken."""
         found = (self.evidence or {}).get("gap_recovered")
         value = found.get("value") if isinstance(found, dict) else None
-        return float(value) if isinstance(value, (int, float)) else None
+        if not isinstance(value, (int, float)) or not math.isfinite(value):
+            return None
+        return float(value)
 
     def fits(self, source: Fingerprint, target: Fingerprint) -> bool:
         return (self.source_fingerprint, self.target_fingerprint) == (source, target)

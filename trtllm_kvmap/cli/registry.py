@@ -187,7 +187,7 @@ def _print(entries: list[Entry]) -> None:
             *(say_bytes(entry.size), gap if entry.proven else "unproven"),
             "yes" if entry.signed else "no",
         )
-        table.add_row(*(Text(cell) for cell in cells))
+        table.add_row(*(Text(str(cell)) for cell in cells))
     console.print(table)
 
 
