@@ -19,7 +19,7 @@ from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.evaluate.arms import mapped
 from trtllm_kvmap.evaluate.diagnose import diagnose
-from trtllm_kvmap.evaluate.diagnosis import Diagnosis, tables
+from trtllm_kvmap.evaluate.diagnosis import Diagnosis, headline, tables
 from trtllm_kvmap.evaluate.interventions import (
     CONTROLS,
     SHIFT,
@@ -154,6 +154,7 @@ def test_the_positions_together_remove_what_all_do(pair: tuple[LoadedModel, Load
     shown = console.file.getvalue()
     assert "head 1 of layer 2" in shown
     assert "shifted_values" in shown
+    assert f"{found.divergence['value']:.3f} [" in headline(found)
 
 
 def test_controls_spoil_what_they_say(random_model: Callable) -> None:

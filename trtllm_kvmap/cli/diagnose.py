@@ -21,7 +21,7 @@ from trtllm_kvmap.cli.app import (
 )
 from trtllm_kvmap.cli.flags import config_flags
 from trtllm_kvmap.evaluate.diagnose import diagnose as run_diagnosis
-from trtllm_kvmap.evaluate.diagnosis import tables
+from trtllm_kvmap.evaluate.diagnosis import headline, tables
 from trtllm_kvmap.evaluate.run import EvaluationConfig
 from trtllm_kvmap.evaluate.tasks import TaskConfig, read_items
 from trtllm_kvmap.models import load_model
@@ -62,6 +62,7 @@ def diagnose(
             longer,
             on_item=lambda done, total: bar.update(task, completed=done, total=total),
         )
+    console.print(headline(diagnosis), highlight=False)
     for table in tables(diagnosis):
         console.print(table)
         console.print()

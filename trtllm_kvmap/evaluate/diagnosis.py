@@ -90,17 +90,36 @@ class Diagnosis:
         return Diagnosis(**{**entry, **made})
 
 
+_TITLES = {
+    "field": "keys or values",
+    "layer": "one layer",
+    "head": "one head",
+    "position": "an eighth of the mapped span",
+    "kind": "one kind of token",
+    "layers_below": "layers from the bottom up",
+    "layers_above": "layers from the top down",
+    "control": "controls",
+}
+
+
+def headline(diagnosis: Diagnosis) -> str:
+    """How far the mapped cache is from the native target's, in one line."""
+    config = diagnosis.config
+    return (
+        f"{config['source']} to {config['target']}, {config['num_items']} contexts: KL of the "
+        f"mapped cache {_cell(diagnosis.divergence)} nats per token asked"
+    )
+
+
 def tables(diagnosis: Diagnosis) -> list[Table]:
     """One table for each group of interventions, then error by layer, by token, and by length."""
-    config = diagnosis.config
     groups: dict[str, list[Intervention]] = {}
     for each in diagnosis.interventions:
         groups.setdefault(each.group, []).append(each)
     shown = [
         _table(
-            f"{group.replace('_', ' ')}: {config['source']} to {config['target']}, KL of "
-            f"the mapped cache {_cell(diagnosis.divergence)}",
-            (group, "KL, nats", "removed"),
+            _TITLES[group],
+            ("replaced" if group != "control" else "spoilt", "KL, nats", "removed"),
             [(each.name, _cell(each.divergence), _cell(each.removed)) for each in rows],
         )
         for group, rows in groups.items()
