@@ -46,6 +46,7 @@ DOORS = {
     "vllm": ("inject/vllm/",),
     "lm_eval": ("evaluate/lm_eval_adapter.py",),
     "tensorrt_llm": ("inject/trtllm/host.py", "engine/"),
+    "tensorrt": ("engine/",),
     "triton_python_backend_utils": ("serve/triton/",),
 }
 

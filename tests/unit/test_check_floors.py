@@ -32,6 +32,7 @@ def test_the_package_keeps_its_floors() -> None:
         ("fit/ridge.py", "from trtllm_kvmap import decode", "only floors below"),
         ("mapper/cpu.py", "import transformers", "may be imported only in models.py"),
         ("mapper/cpu.py", "from tensorrt_llm.llmapi import LLM", "inject/trtllm/host.py"),
+        ("mapper/cpu.py", "import tensorrt as trt", "may be imported only in engine/"),
         ("attic/thing.py", "x = 1", "has no floor"),
     ],
 )

@@ -20,7 +20,6 @@ from trtllm_kvmap.engine.plugin_library import PLUGIN, plugin_creator
 from trtllm_kvmap.engine.ports import CONSTANTS, OUTPUT, TABLE, Port, map_ports
 from trtllm_kvmap.errors import UnavailableError
 
-# The longest sequence is what the map engine is tuned for: short ones are bound by its weights.
 _DTYPES = {"int32": trt.int32, "int64": trt.int64, "float32": trt.float32}
 _FIELD_TYPES = {
     "int32": trt.PluginFieldType.INT32,
@@ -89,6 +88,7 @@ def _compile(network_of: MapNetwork, ports: tuple[Port, ...]) -> bytes:
     profile = builder.create_optimization_profile()
     for port in ports:
         if port.least != port.most:
+            # Tuned for the longest sequence: short ones are bound by the map's weights.
             profile.set_shape(port.name, port.least, port.most, port.most)
     config = builder.create_builder_config()
     config.add_optimization_profile(profile)
