@@ -30,7 +30,8 @@ from trtllm_kvmap.fit import FitConfig, fit
 from trtllm_kvmap.inject.hf_cache import view_pool
 from trtllm_kvmap.models import LoadedModel, load_model
 from trtllm_kvmap.recipes import per_head_controls
-from trtllm_kvmap.recipes.lowrank_residual import lifted, multiplied_out, teacher_divergence
+from trtllm_kvmap.recipes.divergence import teacher_divergence
+from trtllm_kvmap.recipes.lowrank_residual import lifted, multiplied_out
 from trtllm_kvmap.recipes.pooled_multiturn import failing
 from trtllm_kvmap.recipes.run import config_of, run_recipe
 from trtllm_kvmap.recipes.steps import ratio_figure
@@ -268,13 +269,13 @@ def test_the_divergence_from_the_reader_is_none_for_the_reader_itself(
 ) -> None:
     kvmap, model, ids = small_map
     item = Item(tuple(ids[:-20]), continuation=tuple(ids[-20:]))
-    config: Any = config_of("lowrank-residual")
+    judged = config_of("lowrank-residual").judged
     moments = calibrate(model, model, [ids], CalibrationConfig(), tmp_path / "m")
     own = KvBridge(fit(moments, FitConfig(scope="copy")), source=model, target=model)
-    assert teacher_divergence(own, model, item, config) == pytest.approx(0, abs=1e-5)
+    assert teacher_divergence(own, model, item, judged) == pytest.approx(0, abs=1e-5)
     # A map of rank 8 changes what is said.
     bridge = KvBridge(kvmap, source=model, target=model)
-    found = teacher_divergence(bridge, model, item, config)
+    found = teacher_divergence(bridge, model, item, judged)
     assert found > 1e-4
 
 

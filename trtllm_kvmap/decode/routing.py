@@ -13,10 +13,10 @@ from typing import Any, Literal
 import numpy as np
 
 from trtllm_kvmap.decode.speeds import Speeds
+from trtllm_kvmap.decode.vouched import Direction, RoutingPolicy, nothing_to_gain, objection_to
 from trtllm_kvmap.errors import InputError
 
 Choice = Literal["map", "reprefill", "stay"]
-Direction = Literal["up", "down"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,22 +39,6 @@ class Situation:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}.")
         if self.direction not in (None, "up", "down"):
             raise InputError(f"direction must be up or down, got {self.direction!r}.")
-
-
-@dataclass(frozen=True, slots=True)
-class RoutingPolicy:
-    """What must hold before a map is used, and how long the first token may take.
-
-    ``min_gap_recovered``: the interval of the report's gap recovered must lie above it (up).
-    ``max_perplexity_ratio``: the interval of the mapped target's perplexity over its own must lie
-    below it. ``trusted_length``: how many times the longest context of the report a prompt may be.
-    ``max_seconds``: to the first token; a slower switch is not made.
-    """
-
-    min_gap_recovered: float = 0.0
-    max_perplexity_ratio: float = 1.25
-    trusted_length: float = 4.0
-    max_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +94,9 @@ def route(
     }
     rates = dict.fromkeys(first, speeds.target_decode) | {"stay": speeds.source_decode}
     whole = {name: s + (situation.reply_tokens - 1) / rates[name] for name, s in first.items()}
-    objection = _objection(situation, speeds, evidence, direction, policy)
+    objection = objection_to(
+        evidence, situation.num_tokens, speeds.repair_window, direction, policy
+    )
     allowed: list[Choice] = ["reprefill"] if objection else ["map", "reprefill"]
     switch = min(allowed, key=lambda name: first[name])
     choice, reason = _decide(situation, policy, direction, evidence, switch, first, whole)
@@ -138,7 +124,7 @@ def _decide(
     whole: Mapping[Choice, float],
 ) -> tuple[Choice, str]:
     verb = "mapping" if switch == "map" else "reading again"
-    if direction == "up" and _nothing_to_gain(evidence):
+    if direction == "up" and nothing_to_gain(evidence):
         return "stay", "The report shows the target no better than the source."
     if policy.max_seconds is not None and first[switch] > policy.max_seconds:
         return "stay", (
@@ -194,56 +180,3 @@ def _break_even_reply(switch_seconds: float, speeds: Speeds, max_positions: int)
     switched = switch_seconds + (replies - 1) / speeds.target_decode
     sooner = np.flatnonzero(switched < replies / speeds.source_decode)
     return int(replies[sooner[0]]) if len(sooner) else None
-
-
-def _nothing_to_gain(evidence: Mapping[str, Any] | None) -> bool:
-    if evidence is None:
-        return False
-    metric = evidence["config"]["metric"]
-    source, target = (evidence["arms"][name][metric]["value"] for name in ("source", "target"))
-    if source is None or target is None:
-        return False
-    return bool(target <= source if metric == "accuracy" else target >= source)
-
-
-def _objection(
-    situation: Situation,
-    speeds: Speeds,
-    evidence: Mapping[str, Any] | None,
-    direction: Direction,
-    policy: RoutingPolicy,
-) -> str:
-    """Why the evidence does not vouch for this hand-over, or ""."""
-    if evidence is None:
-        return "it carries no evidence"
-    config = evidence["config"]
-    if speeds.repair_window < config["N"]:
-        return f"its report repairs {config['N']} tokens, this host {speeds.repair_window}"
-    longest = config["context_tokens"]["longest"]
-    if situation.num_tokens > policy.trusted_length * longest:
-        return (
-            f"its report saw at most {longest} tokens, and {policy.trusted_length:g} times as many "
-            f"are trusted"
-        )
-    gap, ratio = evidence["gap_recovered"], evidence["perplexity_ratio"]
-    if direction == "up" and (gap["low"] is None or gap["low"] <= policy.min_gap_recovered):
-        return (
-            f"its report does not show more than {policy.min_gap_recovered:g} of the gap recovered "
-            f"({_interval(gap)})"
-        )
-    if ratio["value"] is None:
-        return "" if direction == "up" else "its report has no perplexity to judge it by"
-    if ratio["high"] is None or ratio["high"] > policy.max_perplexity_ratio:
-        return (
-            f"its report does not show a perplexity below {policy.max_perplexity_ratio:g} times "
-            f"the target's own ({_interval(ratio)})"
-        )
-    return ""
-
-
-def _interval(figure: Mapping[str, float | None]) -> str:
-    if figure["value"] is None:
-        return "not measured"
-    if figure["low"] is None or figure["high"] is None:
-        return f"{figure['value']:.2f}, no interval"
-    return f"{figure['value']:.2f}, {figure['low']:.2f} to {figure['high']:.2f}"

@@ -11,22 +11,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
 from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.decode.bridge import KvBridge
-from trtllm_kvmap.decode.prefill import prefill
 from trtllm_kvmap.errors import InputError
-from trtllm_kvmap.evaluate.accounting import Phases, compute_of, saving
 from trtllm_kvmap.evaluate.bootstrap import draw, figure
-from trtllm_kvmap.evaluate.items import Item
-from trtllm_kvmap.evaluate.measure_speeds import measure_speeds
 from trtllm_kvmap.evaluate.report import Report
 from trtllm_kvmap.evaluate.tasks import TaskConfig, read_items
 from trtllm_kvmap.fit.grid import FitGrid
-from trtllm_kvmap.models import LoadedModel
+from trtllm_kvmap.recipes.divergence import teacher_divergence
 from trtllm_kvmap.recipes.outcome import Outcome, Row
 from trtllm_kvmap.recipes.pair import Pair, PairConfig, require_disjoint
+from trtllm_kvmap.recipes.split_compute import compute_rows
 from trtllm_kvmap.recipes.steps import (
     RESAMPLES,
     Progress,
@@ -40,7 +36,6 @@ from trtllm_kvmap.recipes.steps import (
 )
 from trtllm_kvmap.refine.config import RefineConfig
 from trtllm_kvmap.refine.run import refine
-from trtllm_kvmap.spec.plan import plan_handoff
 from trtllm_kvmap.tiny import FAMILY
 
 
@@ -90,7 +85,7 @@ def run(config: Config, pair: Pair, on_progress: Progress) -> Outcome:
                 KvBridge(each.kvmap, source=pair.source, target=pair.target),
                 pair.source,
                 item,
-                config,
+                config.judged,
             )
             for item in windows
         ]
@@ -104,7 +99,13 @@ def run(config: Config, pair: Pair, on_progress: Progress) -> Outcome:
     for name, each in judged.items():
         (row,) = arm_rows(each, {name: each.report.config["arm"]}, figures)
         rows.append({**row, "gap to the source": lifted(each.report)})
-    compute = compute_rows(config, KvBridge(refined, source=pair.source, target=pair.target), pair)
+    compute = compute_rows(
+        KvBridge(refined, source=pair.source, target=pair.target),
+        pair.source,
+        config.judged,
+        lengths=config.lengths,
+        reply_tokens=config.reply_tokens,
+    )
     savings = [row["active saved"] for row in compute]
     return Outcome(
         judged=judged,
@@ -177,73 +178,6 @@ def lifted(report: Report) -> dict[str, float | None]:
     gap = counts @ (source - target)
     share = np.divide(counts @ (mapped - target), gap, out=np.full(len(gap), np.nan), where=gap > 0)
     return figure(share).to_json()
-
-
-@torch.no_grad()
-def teacher_divergence(bridge: KvBridge, reader: LoadedModel, item: Item, config: Config) -> float:
-    """KL(reader || mapped writer) over the continuation of ``item``, nats a token."""
-    plan = plan_handoff(
-        len(item.context),
-        first_tokens=config.judged.first_tokens,
-        repair_window=config.judged.repair_window,
-    )
-    read = prefill(reader, item.context, logits_to_keep=1)
-    handoff = bridge.hand_over(read.cache, item.context, plan)
-    wanted, given = (
-        _log_p(*each, item.continuation)
-        for each in (
-            (reader, read.cache, read.logits[-1:]),
-            (bridge.target, handoff.cache, handoff.logits[None]),
-        )
-    )
-    return float((wanted.exp() * (wanted - given)).sum(-1).mean())
-
-
-def _log_p(
-    loaded: LoadedModel, cache: object, logits: torch.Tensor, continuation: Sequence[int]
-) -> torch.Tensor:
-    """float32 [tokens, vocab_size]: the distribution of each token of the continuation."""
-    known = [logits.float()]
-    if len(continuation) > 1:
-        known.append(prefill(loaded, continuation[:-1], cache).logits)  # type: ignore[arg-type]
-    return torch.cat(known).log_softmax(-1)
-
-
-def compute_rows(config: Config, bridge: KvBridge, pair: Pair) -> list[Row]:
-    """Reader and writer apart against all of it on the reader."""
-    speeds = measure_speeds(
-        bridge,
-        pair.source,
-        config.lengths,
-        first_tokens=config.judged.first_tokens,
-        repair_window=max(config.judged.repair_window, 1),
-    )
-    rows = []
-    for length in config.lengths:
-        mapped = max(length - speeds.repair_window, 0)
-        read = float(speeds.source_prefill.seconds(length))
-        told = config.reply_tokens - 1
-        split = Phases(
-            source_prefill=read,
-            map=float(speeds.map.seconds(mapped)),
-            repair=float(speeds.repair.seconds(length)),
-            decode=told / speeds.target_decode,
-        )
-        native = Phases(source_prefill=read, decode=told / speeds.source_decode)
-        costs = compute_of(split, devices=2), compute_of(native, devices=1)
-        rows.append(
-            {
-                "tokens": length,
-                "active, split": costs[0].active,
-                "active, reader": costs[1].active,
-                "active saved": saving(*costs),
-                "reserved, split": costs[0].reserved,
-                "reserved, reader": costs[1].reserved,
-                "first token, split over reader": (costs[0].elapsed - split.decode) / read,
-                "decode, writer over reader": speeds.target_decode / speeds.source_decode,
-            }
-        )
-    return rows
 
 
 def _distances(report: Report) -> list[Row]:

@@ -1,0 +1,81 @@
+"""What a map's evidence vouches for: which hand-overs its report speaks about, and how well."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Direction = Literal["up", "down"]
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingPolicy:
+    """What must hold before a map is used, and how long the first token may take.
+
+    ``min_gap_recovered``: the interval of the report's gap recovered must lie above it (up).
+    ``max_perplexity_ratio``: the interval of the mapped target's perplexity over its own must lie
+    below it. ``trusted_length``: how many times the longest context of the report a prompt may be.
+    ``max_seconds``: to the first token; a slower switch is not made.
+    """
+
+    min_gap_recovered: float = 0.0
+    max_perplexity_ratio: float = 1.25
+    trusted_length: float = 4.0
+    max_seconds: float | None = None
+
+
+def nothing_to_gain(evidence: Mapping[str, Any] | None) -> bool:
+    """Whether the report shows the target no better than the source alone."""
+    if evidence is None:
+        return False
+    metric = evidence["config"]["metric"]
+    source, target = (evidence["arms"][name][metric]["value"] for name in ("source", "target"))
+    if source is None or target is None:
+        return False
+    return bool(target <= source if metric == "accuracy" else target >= source)
+
+
+def objection_to(
+    evidence: Mapping[str, Any] | None,
+    num_tokens: int,
+    repair_window: int,
+    direction: Direction,
+    policy: RoutingPolicy,
+) -> str:
+    """Why the evidence does not vouch for a hand-over of ``num_tokens`` in this ``direction`` with
+    so many of them repaired, or "".
+    """
+    if evidence is None:
+        return "it carries no evidence"
+    config = evidence["config"]
+    if repair_window < config["N"]:
+        return f"its report repairs {config['N']} tokens, this host {repair_window}"
+    longest = config["context_tokens"]["longest"]
+    if num_tokens > policy.trusted_length * longest:
+        return (
+            f"its report saw at most {longest} tokens, and {policy.trusted_length:g} times as many "
+            f"are trusted"
+        )
+    gap, ratio = evidence["gap_recovered"], evidence["perplexity_ratio"]
+    if direction == "up" and (gap["low"] is None or gap["low"] <= policy.min_gap_recovered):
+        return (
+            f"its report does not show more than {policy.min_gap_recovered:g} of the gap recovered "
+            f"({_interval(gap)})"
+        )
+    if ratio["value"] is None:
+        return "" if direction == "up" else "its report has no perplexity to judge it by"
+    if ratio["high"] is None or ratio["high"] > policy.max_perplexity_ratio:
+        return (
+            f"its report does not show a perplexity below {policy.max_perplexity_ratio:g} times "
+            f"the target's own ({_interval(ratio)})"
+        )
+    return ""
+
+
+def _interval(figure: Mapping[str, float | None]) -> str:
+    if figure["value"] is None:
+        return "not measured"
+    if figure["low"] is None or figure["high"] is None:
+        return f"{figure['value']:.2f}, no interval"
+    return f"{figure['value']:.2f}, {figure['low']:.2f} to {figure['high']:.2f}"
