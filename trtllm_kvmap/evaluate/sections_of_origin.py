@@ -67,7 +67,7 @@ def time_by_step(report: Report) -> list[Section]:
         Section(
             "Time",
             f"Medians of {latency['rounds']} turns side by side in one run, "
-            f"{latency['threads']} threads: figures of this machine under its load of that hour. "
+            f"threads: {latency['threads']}. Figures of this machine under its load of that hour. "
             f"Transfer is one copy of the source's cache in memory. {said}",
             (
                 drawn(
