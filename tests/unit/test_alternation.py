@@ -75,6 +75,16 @@ def test_each_model_alone_is_what_one_pass_gives(random_model: Callable) -> None
     assert len(list(table(found).columns[0].cells)) == 4
 
 
+def test_what_is_mapped_is_counted_by_hand(random_model: Callable) -> None:
+    source, target = random_model("qwen3", seed=1), random_model("qwen3", seed=2, layers=3)
+    found = alternate(*bridges(source, target, random_map), TALKS[:1], repair_window=2, resamples=5)
+    # Turn 2: opening, question 1, answer 1, without the first and the last two. Turn 4 adds
+    # question 3 and its answer of three tokens, again without the last two: answers are read.
+    there = 50 + 4 + 1 - 1 - 2
+    counted = [0, there, 4 + 2 - 2, there + 4 + 3 - 2]
+    assert [row.mapped_tokens for row in found.turns] == counted
+
+
 def test_an_exact_map_loses_nothing_in_any_turn(random_model: Callable) -> None:
     model = random_model("qwen3", seed=1)
     twin = replace(model)  # the same weights, another object
