@@ -154,14 +154,14 @@ def test_lengths_are_characters_as_in_acc_norm(tmp_path: Path) -> None:
 
 
 def test_characters_and_tokens_can_disagree() -> None:
-    question = Question((), ((1, 2), (3, 4, 5, 6)), 0, characters=(40, 10))
+    question = Question((), ((1, 2), (3, 4, 5, 6)), 1, characters=(10, 40))
     item = Item((0,), (question,))
     script = Script(item, ())
     log_probs = torch.zeros(1 + len(script.tree), 8)
     for choice, nodes in zip(question.choices, script.choices[0], strict=True):
         for token, node in zip(choice, nodes, strict=True):
             log_probs[node + 1, token] = -2.0
-    answers = Answers(log_probs, ())  # -4 and -8; by tokens equal, by characters -0.1 and -0.8
+    answers = Answers(log_probs, ())  # -4 and -8; by tokens equal, by characters -0.4 and -0.2
     assert score(script, answers, answers, length_normalised=True).correct == 1
 
 

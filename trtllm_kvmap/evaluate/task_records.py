@@ -62,7 +62,7 @@ class Record:
     def label(self, name: str, known: Sequence[str]) -> int:
         """The index of a field's value among ``known``; a number may stand for its text."""
         value = self._get(name)
-        if isinstance(value, bool) or str(value) not in known:
+        if str(value) not in known:
             self.refuse(name, f"must be one of {', '.join(known)}, got {value!r}")
         return list(known).index(str(value))
 
