@@ -33,8 +33,8 @@ class MapNetwork:
 
 
 def map_network(kvmap: KvMap, config: PipelineConfig) -> MapNetwork:
-    """Weights rounded once to the pipeline's dtype (fp8 ones stay as they are). Raises UnavailableError when the native part,
-    which packs the map, is not built.
+    """Weights rounded once to the pipeline's dtype; fp8 ones stay as they are. Raises
+    UnavailableError when the native part, which packs the map, is not built.
     """
     load_native()
     dtype = getattr(torch, config.dtype)
