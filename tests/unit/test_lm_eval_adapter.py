@@ -118,7 +118,9 @@ def test_choices_of_one_context_are_read_once(
     adapter = make("mapped", repair_window=4)
     read, count = adapter.reader._read, []
     monkeypatch.setattr(adapter.reader, "_read", lambda ids: count.append(ids) or read(ids))
-    requests = [asked(CONTEXT.strip(), f" {name}") for name in ("ben", "carl near", "dora")]
+    requests = [
+        asked(CONTEXT.strip(), f" {name}") for name in ("ben", "carl near", "dora old mill")
+    ]
     together = adapter.loglikelihood([*requests, asked("<bos> after anna", " ben")])
     assert len(count) == 2
     apart = [adapter.loglikelihood([r])[0] for r in (requests[2], requests[0], requests[1])]

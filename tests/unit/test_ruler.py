@@ -29,8 +29,12 @@ def right_english(task: str, text: str, stem: str) -> str:
     if task == "frequent_words":
         return Counter(re.findall(r"A sign said (.+?)\.", text)).most_common(1)[0][0]
     key = re.fullmatch(r"The code of the (.+) is", stem).group(1)
+    hops = 0
     while found := re.search(rf"The {key} has the same code as the (.+?)\.", text):
-        key = found.group(1)
+        key, hops = found.group(1), hops + 1
+    assert hops == (3 if task == "variable_tracking" else 0)
+    told = re.findall(r"The code of the (.+?) is \d", text)
+    assert all(a != b for a, b in pairwise(told))  # values of one key stand apart
     return " and ".join(re.findall(rf"The code of the {key} is (\d+)\.", text))
 
 
