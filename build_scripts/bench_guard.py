@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from bench_repair import slice_map
 
-from trtllm_kvmap.artifact.kvmap import HeadGroup
+from trtllm_kvmap.artifact.group import HeadGroup
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.evaluate.damage import with_order
 from trtllm_kvmap.evaluate.guard import Case, GuardConfig, quality, rates, run_case, set_guard

@@ -14,7 +14,8 @@ from statistics import median
 import torch
 
 from trtllm_kvmap.artifact.fingerprint import Fingerprint
-from trtllm_kvmap.artifact.kvmap import HeadGroup, KvMap
+from trtllm_kvmap.artifact.group import HeadGroup
+from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.mapper.backends import make_mapper
 from trtllm_kvmap.mapper.contract import Mapper, Span
 from trtllm_kvmap.mapper.pool import KvPool

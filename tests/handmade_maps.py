@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from trtllm_kvmap.artifact.kvmap import HeadGroup, KvMap
+from trtllm_kvmap.artifact.group import HeadGroup
+from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.artifact.native import SinkEntry, TokenTable
 from trtllm_kvmap.decode.prefill import prefill
 from trtllm_kvmap.models import LoadedModel

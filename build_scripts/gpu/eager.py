@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from trtllm_kvmap.artifact.kvmap import HeadGroup, KvMap
+from trtllm_kvmap.artifact.group import HeadGroup
+from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.mapper.contract import Span, same_rotation
 from trtllm_kvmap.mapper.pool import KvPool
 from trtllm_kvmap.rotary import applying_rows, removing_rows, rotate_

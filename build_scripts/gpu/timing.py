@@ -25,7 +25,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "build_scripts")]
 from gpu.eager import EagerMap  # noqa: E402
 from gpu.workloads import TINY, WORKLOADS, Workload  # noqa: E402
 from trtllm_kvmap.artifact.fingerprint import Fingerprint  # noqa: E402
-from trtllm_kvmap.artifact.kvmap import FLOAT8, HeadGroup, KvMap  # noqa: E402
+from trtllm_kvmap.artifact.group import HeadGroup  # noqa: E402
+from trtllm_kvmap.artifact.kvmap import FLOAT8, KvMap  # noqa: E402
 from trtllm_kvmap.mapper.contract import Span  # noqa: E402
 from trtllm_kvmap.mapper.cuda import CudaMapper  # noqa: E402
 from trtllm_kvmap.mapper.native import NAME  # noqa: E402

@@ -12,7 +12,8 @@ import torch
 from cases import VOCABULARY, Case, Side
 
 from trtllm_kvmap.artifact.fingerprint import Fingerprint
-from trtllm_kvmap.artifact.kvmap import HeadGroup, KvMap
+from trtllm_kvmap.artifact.group import HeadGroup
+from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.artifact.native import TokenTable
 from trtllm_kvmap.artifact.second import SecondTerm
 from trtllm_kvmap.mapper.contract import Span

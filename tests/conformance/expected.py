@@ -13,7 +13,7 @@ import torch
 from case_build import Built, views_of
 from cases import Case
 
-from trtllm_kvmap.artifact.kvmap import HeadGroup
+from trtllm_kvmap.artifact.group import HeadGroup
 from trtllm_kvmap.spec.rope import RopeParams
 from trtllm_kvmap.spec.slices import Slice
 

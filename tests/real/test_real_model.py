@@ -12,7 +12,8 @@ from stdlib_text import DOCSTRINGS
 from streams import require_equal_streams
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from trtllm_kvmap.artifact.kvmap import HeadGroup, KvMap
+from trtllm_kvmap.artifact.group import HeadGroup
+from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.decode.generate import generate, near_ties
 from trtllm_kvmap.decode.prefill import Prefill, prefill

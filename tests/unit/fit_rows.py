@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from trtllm_kvmap.artifact.fingerprint import Fingerprint
-from trtllm_kvmap.artifact.kvmap import HeadGroup
+from trtllm_kvmap.artifact.group import HeadGroup
 from trtllm_kvmap.artifact.moments import MomentPart, Moments, MomentSet
 from trtllm_kvmap.artifact.native import SinkEntry, TokenTable
 from trtllm_kvmap.spec.model import ModelSpec

@@ -14,7 +14,8 @@ from handmade_maps import copy_map, random_map
 from rich.console import Console
 from word_tokenizer import FakeWordTokenizer
 
-from trtllm_kvmap.artifact.kvmap import HeadGroup, KvMap
+from trtllm_kvmap.artifact.group import HeadGroup
+from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.evaluate.arms import mapped

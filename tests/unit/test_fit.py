@@ -12,7 +12,8 @@ import pytest
 import torch
 from fit_rows import Rows, draw_rows, least_squares, targets_of
 
-from trtllm_kvmap.artifact.kvmap import HeadGroup, KvMap
+from trtllm_kvmap.artifact.group import HeadGroup
+from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.artifact.moments import MomentSet
 from trtllm_kvmap.errors import InputError, MismatchError, NumericsError
 from trtllm_kvmap.fit import SCOPES, FitConfig, fit

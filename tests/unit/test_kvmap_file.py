@@ -14,7 +14,8 @@ from safetensors import safe_open
 
 from trtllm_kvmap.artifact.container import HEADER_KEY, read_container, write_container
 from trtllm_kvmap.artifact.fingerprint import Fingerprint
-from trtllm_kvmap.artifact.kvmap import FORMAT_VERSION, HeadGroup, KvMap
+from trtllm_kvmap.artifact.group import HeadGroup
+from trtllm_kvmap.artifact.kvmap import FORMAT_VERSION, KvMap
 from trtllm_kvmap.artifact.native import SinkEntry, TokenTable
 from trtllm_kvmap.artifact.second import SecondTerm
 from trtllm_kvmap.errors import (

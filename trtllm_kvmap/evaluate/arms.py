@@ -7,7 +7,8 @@ from functools import partial
 
 import torch
 
-from trtllm_kvmap.artifact.kvmap import HeadGroup, KvMap
+from trtllm_kvmap.artifact.group import HeadGroup
+from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.decode.prefill import prefill
 from trtllm_kvmap.evaluate.probe import Ready

@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from trtllm_kvmap.artifact.kvmap import HeadGroup, KvMap
+from trtllm_kvmap.artifact.group import HeadGroup
+from trtllm_kvmap.artifact.kvmap import KvMap
 
 NOISES = (0.1, 0.2, 0.4, 0.8)  # of the standard deviation of each matrix
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trtllm_kvmap.artifact.kvmap import HeadGroup
+from trtllm_kvmap.artifact.group import HeadGroup
 from trtllm_kvmap.artifact.second import SecondTerm
 from trtllm_kvmap.errors import InputError, MismatchError, NumericsError
 from trtllm_kvmap.fit.centred import CentredPart, describe

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from trtllm_kvmap.artifact.kvmap import HeadGroup
+from trtllm_kvmap.artifact.group import HeadGroup
 from trtllm_kvmap.errors import MismatchError
 from trtllm_kvmap.fit.blocks import Block, FittedGroup, targets_by_layer
 from trtllm_kvmap.fit.centred import CentredPart

@@ -12,7 +12,8 @@ from functools import partial
 
 import torch
 
-from trtllm_kvmap.artifact.kvmap import HeadGroup, KvMap
+from trtllm_kvmap.artifact.group import HeadGroup
+from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.mapper.contract import Span, check, same_rotation
 from trtllm_kvmap.mapper.paging import Places
 from trtllm_kvmap.mapper.pool import KvPool

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-from trtllm_kvmap.artifact.kvmap import FLOAT8, HeadGroup, KvMap
+from trtllm_kvmap.artifact.group import HeadGroup
+from trtllm_kvmap.artifact.kvmap import FLOAT8, KvMap
 from trtllm_kvmap.errors import InputError, MismatchError, UnavailableError
 from trtllm_kvmap.mapper.contract import Span, check, same_rotation
 from trtllm_kvmap.mapper.native import load_native

@@ -8,7 +8,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from trtllm_kvmap.artifact.kvmap import HeadGroup, KvMap
+from trtllm_kvmap.artifact.group import HeadGroup
+from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.mapper.contract import Span, check, same_rotation
 from trtllm_kvmap.mapper.pool import KvPool
 from trtllm_kvmap.spec.layout import SKIP

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from trtllm_kvmap.artifact.kvmap import HeadGroup, KvMap
+from trtllm_kvmap.artifact.group import HeadGroup
+from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.artifact.second import SecondTerm
 from trtllm_kvmap.spec.slices import Slice
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from trtllm_kvmap.artifact.kvmap import HeadGroup, KvMap
+from trtllm_kvmap.artifact.group import HeadGroup
+from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.artifact.second import SecondTerm
 from trtllm_kvmap.calibrate.capture import CapturedKv
 from trtllm_kvmap.errors import MismatchError
