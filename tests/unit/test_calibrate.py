@@ -15,7 +15,7 @@ from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.artifact.moments import MomentPart, MomentSet
 from trtllm_kvmap.calibrate import run as run_module
 from trtllm_kvmap.calibrate.accumulate import PartSums
-from trtllm_kvmap.calibrate.capture import CapturedKv, capture_kv
+from trtllm_kvmap.calibrate.capture import CapturedKv, HeldCache, capture_kv, captured
 from trtllm_kvmap.calibrate.config import CalibrationConfig
 from trtllm_kvmap.calibrate.parts import plan_parts
 from trtllm_kvmap.calibrate.run import calibrate
@@ -226,14 +226,14 @@ def test_memory_holds_one_document(
     """Every captured document is gone before the next one is read."""
     alive: list[weakref.ref[torch.Tensor]] = []
 
-    def watched(loaded: LoadedModel, ids: torch.Tensor) -> CapturedKv:
+    def watched(loaded: LoadedModel, cache: HeldCache) -> CapturedKv:
         others = alive[:-1] if loaded is pair[1] else alive  # the source has just read this one
         assert [ref() for ref in others if ref() is not None] == []
-        kv = capture_kv(loaded, ids)
+        kv = captured(loaded, cache)
         alive.append(weakref.ref(kv.keys))
         return kv
 
-    monkeypatch.setattr(run_module, "capture_kv", watched)
+    monkeypatch.setattr(run_module, "captured", watched)
     calibrate(*pair, DOCUMENTS, CalibrationConfig(), tmp_path / "m")
     assert len(alive) == 2 * len(DOCUMENTS)
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trtllm_kvmap.artifact.moments import MomentSet
-from trtllm_kvmap.calibrate.capture import capture_kv
+from trtllm_kvmap.calibrate.capture import capture_kv, read
 from trtllm_kvmap.calibrate.config import CalibrationConfig
 from trtllm_kvmap.calibrate.run import calibrate
 from trtllm_kvmap.calibrate.sensitivity import gradients, row_weights
@@ -41,7 +41,7 @@ def test_gradients_are_those_of_finite_differences(
 ) -> None:
     loaded = random_model(architecture, layers=2, seed=3)
     ids, after = torch.tensor(DOCUMENTS[0]), [5, 9, 2]
-    (found,) = gradients(loaded, ids, [after])
+    (found,) = gradients(loaded, read(loaded, ids), [after])
     kv, positions = capture_kv(loaded, ids), torch.arange(len(ids))
     rope, length = loaded.spec.rope, loaded.rope_length(len(ids))
 
@@ -102,7 +102,9 @@ def test_moments_are_weighted_sums(pair: tuple[LoadedModel, LoadedModel], tmp_pa
         for document, after in zip(DOCUMENTS, AFTER, strict=True):
             ids = torch.tensor(document)
             kv = {"source": capture_kv(source, ids), "target": capture_kv(target, ids)}
-            slopes = [getattr(g, field + "s")[layer] for g in gradients(target, ids, after)]
+            slopes = [
+                getattr(g, field + "s")[layer] for g in gradients(target, read(target, ids), after)
+            ]
             squares = sum(g.square().sum((0, 2)) for g in slopes)[2:]
             w = row_weights(squares, 0.3).double().numpy()
             columns = {

@@ -18,6 +18,8 @@ from trtllm_kvmap.errors import NumericsError
 from trtllm_kvmap.models import LoadedModel
 from trtllm_kvmap.rotary import remove_rope
 
+HeldCache = DynamicCache  # for those who may not name transformers
+
 # Token ids a batch when the token table is made: enough for full speed, small beside the model.
 TABLE_BATCH = 2048
 
@@ -37,12 +39,18 @@ def capture_kv(loaded: LoadedModel, token_ids: torch.Tensor) -> CapturedKv:
 
     Raises NumericsError when the model computes NaN or infinity.
     """
-    keys, values = _cached(loaded, token_ids)
-    positions = torch.arange(len(token_ids), device=keys.device)
-    rope, length = loaded.spec.rope, loaded.rope_length(len(token_ids))
-    captured = CapturedKv(remove_rope(keys.float(), positions, rope, length), values.float())
-    _require_finite(loaded, captured)
-    return captured
+    return captured(loaded, read(loaded, token_ids))
+
+
+def captured(loaded: LoadedModel, cache: DynamicCache) -> CapturedKv:
+    """What capture_kv gives, of a cache that read() filled."""
+    keys, values = _stacked(cache)
+    count = keys.shape[2]
+    positions = torch.arange(count, device=keys.device)
+    rope, length = loaded.spec.rope, loaded.rope_length(count)
+    kv = CapturedKv(remove_rope(keys.float(), positions, rope, length), values.float())
+    _require_finite(loaded, kv)
+    return kv
 
 
 @torch.no_grad()
@@ -65,7 +73,7 @@ def cache_of(keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> Dy
 
 def sink_entry(loaded: LoadedModel, token_ids: list[int]) -> SinkEntry:
     """The target's own KV of a token prefix as its cache holds it, float32."""
-    keys, values = _cached(loaded, torch.tensor(token_ids))
+    keys, values = _stacked(read(loaded, torch.tensor(token_ids)))
     return SinkEntry(tuple(token_ids), keys.float().cpu(), values.float().cpu())
 
 
@@ -108,11 +116,11 @@ class _FirstLayerCache(DynamicCache):
         raise _FirstLayerError(key_states, value_states)
 
 
-def _cached(loaded: LoadedModel, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _stacked(cache: DynamicCache) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotated keys, and values, of one sequence: [num_layers, num_kv_heads, num_tokens,
     head_dim].
     """
-    layers: Any = read(loaded, token_ids).layers
+    layers: Any = cache.layers
     return (
         torch.stack([layer.keys[0] for layer in layers]),
         torch.stack([layer.values[0] for layer in layers]),

@@ -11,8 +11,14 @@ import torch
 
 from trtllm_kvmap.artifact.moments import MomentSet
 from trtllm_kvmap.calibrate.accumulate import PartSums
-from trtllm_kvmap.calibrate.capture import capture_kv, sink_entry, token_table
+from trtllm_kvmap.calibrate.capture import (
+    captured,
+    read,
+    sink_entry,
+    token_table,
+)
 from trtllm_kvmap.calibrate.config import CalibrationConfig
+from trtllm_kvmap.calibrate.continuation import Asked, asked_after
 from trtllm_kvmap.calibrate.distributed import add_over_ranks, place
 from trtllm_kvmap.calibrate.parts import plan_parts
 from trtllm_kvmap.calibrate.sensitivity import gradients
@@ -75,7 +81,7 @@ def calibrate(
         done = saved.record["documents"]
         sums = [PartSums(p, saved=s) for p, s in zip(plans, saved.parts, strict=True)]
     for number in mine[done:]:
-        _add_document(sums, source, target, *asked(number), config)
+        _add_document(sums, source, target, *asked[number], config)
         done += 1
         if done % config.checkpoint_every == 0 and done < len(mine):
             _moment_set(source, target, sums, {**run, "documents": done}).save(partial)
@@ -99,29 +105,21 @@ def _asked(
     documents: Sequence[Sequence[int]],
     config: CalibrationConfig,
     continuations: Sequence[Sequence[Sequence[int]]] | None,
-) -> Callable[[int], tuple[Sequence[int], Sequence[Sequence[int]]]]:
+) -> list[Asked]:
     """By a document's number: the tokens that are added, and what is read after them."""
     if config.weighting == "uniform":
         if continuations is not None:
             raise InputError("continuations are read only with weighting sensitivity; ask for it.")
-        return lambda number: (documents[number], ())
-    if continuations is None:
-        cuts = [max(config.skip_first + 1, 3 * len(ids) // 4) for ids in documents]
-        return lambda n: (documents[n][: cuts[n]], [documents[n][cuts[n] :]])
-    given = continuations
-    if len(given) != len(documents) or not all(each and all(each) for each in given):
-        raise InputError(
-            f"Every document needs at least one continuation of at least one token; "
-            f"{len(documents)} documents were given, and continuations for {len(given)}."
-        )
+        return [(ids, ()) for ids in documents]
+    asked = asked_after(documents, continuations, config.skip_first + 1)
+    longest = max(len(ids) + max(map(len, after)) for ids, after in asked)
     limit = target.spec.max_positions
-    longest = max(len(d) + max(map(len, each)) for d, each in zip(documents, given, strict=True))
     if longest > limit:
         raise InputError(
             f"A document and its continuation have {longest} tokens together, but {target.name} "
             f"reads at most {limit}; cut the document."
         )
-    return lambda number: (documents[number], given[number])
+    return asked
 
 
 def _add_document(
@@ -134,9 +132,11 @@ def _add_document(
 ) -> None:
     """A function of its own, so that nothing holds the activations when the next one is read."""
     ids = torch.tensor(token_ids)
-    kv = capture_kv(source, ids), capture_kv(target, ids)
+    cache = read(target, ids)
+    kv = captured(source, read(source, ids)), captured(target, cache)
     skip, weights = config.skip_first, None
-    slopes = gradients(target, ids, continuations) if continuations else ()
+    slopes = gradients(target, cache, continuations) if continuations else ()
+    del cache  # one copy of the document is enough while it is added up
     for part in sums:
         if slopes:
             weights = part.add_gradients(slopes, skip, config.ess_floor)

@@ -14,27 +14,30 @@ from typing import Any
 
 import torch
 
-from trtllm_kvmap.calibrate.capture import CapturedKv, cache_of, read
+from trtllm_kvmap.calibrate.capture import CapturedKv, HeldCache
+from trtllm_kvmap.calibrate.continuation import log_p_after
 from trtllm_kvmap.models import LoadedModel
 from trtllm_kvmap.rotary import remove_rope
 
 
 def gradients(
-    loaded: LoadedModel, token_ids: torch.Tensor, continuations: Sequence[Sequence[int]]
+    loaded: LoadedModel, cache: HeldCache, continuations: Sequence[Sequence[int]]
 ) -> list[CapturedKv]:
-    """One set of gradients for each continuation, read after ``token_ids`` (int64 [num_tokens]).
+    """One set of gradients for each continuation, read on top of ``cache``, which capture.read
+    filled with a document of num_tokens; it is not changed.
 
     As pre-RoPE keys and values, float32 [num_layers, num_kv_heads, num_tokens, head_dim], but for
     the square of the attention factor, which is one constant for all. Equal input draws equal y.
     """
-    layers: Any = read(loaded, token_ids).layers
+    layers: Any = cache.layers
     leaves = [x.detach().requires_grad_() for layer in layers for x in (layer.keys, layer.values)]
-    positions = torch.arange(len(token_ids), device=loaded.device)
-    rope, length = loaded.spec.rope, loaded.rope_length(len(token_ids))
+    held = leaves[0].shape[2]
+    positions = torch.arange(held, device=loaded.device)
+    rope, length = loaded.spec.rope, loaded.rope_length(held)
     found = []
     for continuation in continuations:
         with torch.enable_grad():
-            loss = _drawn_loss(loaded, leaves, len(token_ids), continuation)
+            loss = _drawn_loss(loaded, leaves, continuation)
         keys, values = (
             torch.stack([x[0] for x in each]).float()
             for each in _by_field(torch.autograd.grad(loss, leaves))
@@ -59,18 +62,10 @@ def row_weights(squares: torch.Tensor, ess_floor: float) -> torch.Tensor:
 
 
 def _drawn_loss(
-    loaded: LoadedModel, leaves: list[torch.Tensor], held: int, continuation: Sequence[int]
+    loaded: LoadedModel, leaves: list[torch.Tensor], continuation: Sequence[int]
 ) -> torch.Tensor:
     """-log p(y) summed over the continuation, the next token y drawn from p at every step."""
-    keys, values = _by_field(leaves)
-    ids = torch.tensor([list(continuation)], device=loaded.device)
-    logits = loaded.model(
-        input_ids=ids,
-        position_ids=torch.arange(held, held + ids.shape[1], device=loaded.device)[None],
-        use_cache=True,
-        **{loaded.cache_argument: cache_of(keys, values)},
-    ).logits[0]
-    log_p: torch.Tensor = logits.float().log_softmax(-1)
+    log_p, held = log_p_after(loaded, *_by_field(leaves), continuation), leaves[0].shape[2]
     generator = torch.Generator().manual_seed(zlib.crc32(repr((held, continuation)).encode()))
     drawn = torch.multinomial(log_p.detach().exp().cpu(), 1, generator=generator)
     loss: torch.Tensor = -log_p.gather(1, drawn.to(log_p.device)).sum()

@@ -16,7 +16,8 @@ import torch
 
 from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.artifact.second import SecondTerm
-from trtllm_kvmap.calibrate.capture import cache_of, capture_kv, read
+from trtllm_kvmap.calibrate.capture import HeldCache, captured, read
+from trtllm_kvmap.calibrate.continuation import Asked, log_p_after
 from trtllm_kvmap.models import LoadedModel
 from trtllm_kvmap.refine.config import RefineConfig
 from trtllm_kvmap.refine.descent import Descent
@@ -24,7 +25,6 @@ from trtllm_kvmap.refine.terms import begin, columns, refined, trainable
 from trtllm_kvmap.rotary import apply_rope
 
 SCALES = (0.0, 0.5, 1.0, 1.5)
-Asked = tuple[Sequence[int], Sequence[Sequence[int]]]
 
 
 def train_residual(
@@ -76,18 +76,22 @@ class _Lesson:
 
     def inputs(self, document: Sequence[int]) -> list[torch.Tensor]:
         ids = torch.tensor(document)
-        kv = capture_kv(self.source, ids)
+        return self._inputs(ids, read(self.source, ids))
+
+    def _inputs(self, ids: torch.Tensor, cache: HeldCache) -> list[torch.Tensor]:
+        kv = captured(self.source, cache)
         return [columns(self.kvmap, self.kvmap.groups[i], kv, ids) for i in self.numbers]
 
     def divergence(self, asked: Asked, terms: Sequence[SecondTerm], scale: float) -> torch.Tensor:
         """KL(teacher || mapped target), nats a token, mean over all tokens of the continuations."""
         document, continuations = asked
         ids = torch.tensor(document)
-        native = capture_kv(self.target, ids)
+        caches = {"source": read(self.source, ids), "target": read(self.target, ids)}
+        native = captured(self.target, caches["target"])
         # What no group's term touches (copies of the target's own layer 0) is native already.
         keys, values = list(native.keys.unbind(0)), list(native.values.unbind(0))
-        skip = self.config.skip_first
-        for number, x, term in zip(self.numbers, self.inputs(document), terms, strict=True):
+        skip, inputs = self.config.skip_first, self._inputs(ids, caches["source"])
+        for number, x, term in zip(self.numbers, inputs, terms, strict=True):
             group = self.kvmap.groups[number]
             linear = group.linear()
             assert linear is not None  # trainable: it is no copy
@@ -101,31 +105,13 @@ class _Lesson:
         positions = torch.arange(len(ids), device=self.target.device)
         turned = [apply_rope(k, positions, rope, length)[None] for k in keys]
         teacher = self.target if self.config.teacher == "target" else self.source
-        taught: Any = read(teacher, ids).layers
+        taught: Any = caches[self.config.teacher].layers
         held = [layer.keys for layer in taught], [layer.values for layer in taught]
         total, tokens = torch.zeros(()), 0
         for continuation in continuations:
             with torch.no_grad():
-                wanted = _log_p(teacher, *held, continuation)
-            said = _log_p(self.target, turned, [v[None] for v in values], continuation)
+                wanted = log_p_after(teacher, *held, continuation)
+            said = log_p_after(self.target, turned, [v[None] for v in values], continuation)
             total = total + (wanted.exp() * (wanted - said)).sum().cpu()
             tokens += len(continuation)
         return total / tokens
-
-
-def _log_p(
-    loaded: LoadedModel,
-    keys: Sequence[torch.Tensor],
-    values: Sequence[torch.Tensor],
-    continuation: Sequence[int],
-) -> torch.Tensor:
-    """float32 [tokens, vocab_size] after each token of the continuation."""
-    held, device = keys[0].shape[2], loaded.device
-    logits = loaded.model(
-        input_ids=torch.tensor([list(continuation)], device=device),
-        position_ids=torch.arange(held, held + len(continuation), device=device)[None],
-        use_cache=True,
-        **{loaded.cache_argument: cache_of(keys, values)},
-    ).logits[0]
-    log_p: torch.Tensor = logits.float().log_softmax(-1)
-    return log_p

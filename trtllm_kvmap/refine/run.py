@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
 from trtllm_kvmap.artifact.kvmap import KvMap
+from trtllm_kvmap.calibrate.continuation import asked_after
 from trtllm_kvmap.calibrate.text import text_digest
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.models import LoadedModel, require_same_tokens
@@ -43,7 +44,7 @@ def refine(
             raise InputError("An mlp is trained without continuations; leave them out.")
         made = train_mlp(kvmap, source, target, documents[:kept], documents[kept:], config, on_step)
     else:
-        asked = _asked(documents, continuations)
+        asked = asked_after(documents, continuations)
         made = train_residual(kvmap, source, target, asked[:kept], asked[kept:], config, on_step)
     return replace(made, fitted={**made.fitted, "refined": {**record, **made.fitted["refined"]}})
 
@@ -58,17 +59,3 @@ def _kept(documents: Sequence[Sequence[int]], config: RefineConfig) -> int:
             f"choose the scale; got {len(documents)}, too short: {short[:5] or 'none'}."
         )
     return min(max(1, round(len(documents) * (1 - config.held_out))), len(documents) - 1)
-
-
-def _asked(
-    documents: Sequence[Sequence[int]], continuations: Sequence[Sequence[Sequence[int]]] | None
-) -> list[tuple[Sequence[int], Sequence[Sequence[int]]]]:
-    if continuations is None:
-        cuts = [min(max(1, 3 * len(ids) // 4), len(ids) - 1) for ids in documents]
-        return [(ids[:cut], [ids[cut:]]) for ids, cut in zip(documents, cuts, strict=True)]
-    if len(continuations) != len(documents) or not all(e and all(e) for e in continuations):
-        raise InputError(
-            f"Every document needs at least one continuation of at least one token; "
-            f"{len(documents)} documents were given, and continuations for {len(continuations)}."
-        )
-    return list(zip(documents, continuations, strict=True))
