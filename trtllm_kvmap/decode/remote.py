@@ -21,10 +21,9 @@ from trtllm_kvmap.exchange.offer import LEASE_SECONDS, Expected, make_offer
 from trtllm_kvmap.exchange.receive import NotReceived, Received
 from trtllm_kvmap.inject.connector.status import HandoffStatus
 from trtllm_kvmap.inject.hf_blocks import pack_blocks, unpack_blocks
-from trtllm_kvmap.inject.hf_cache import HfCache, Pass, record_pass, written_lengths
+from trtllm_kvmap.inject.hf_cache import HfCache, Pass, record_pass, rope_length_of
 from trtllm_kvmap.models import LoadedModel
 from trtllm_kvmap.spec.plan import plan_handoff
-from trtllm_kvmap.spec.rope import written_length
 
 
 def read_to_offer(
@@ -43,9 +42,8 @@ def read_to_offer(
     not know; then no block is held.
     """
     cache = prefill(source, token_ids, logits_to_keep=1).cache
-    count, rope = len(token_ids), source.spec.rope
-    lengths = written_lengths(cache, range(count)) or [count]
-    length = written_length(rope, lengths) if rope.length_dependent else count
+    count = len(token_ids)
+    length = rope_length_of(cache, source.spec.rope, count)
     block_ids = pool.take(-(-count // pool.layout.tokens_per_block))
     try:
         pack_blocks(cache, count, pool.blocks, block_ids)

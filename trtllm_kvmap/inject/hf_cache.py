@@ -20,6 +20,7 @@ from transformers.cache_utils import DynamicLayer
 from trtllm_kvmap.errors import InputError, MismatchError
 from trtllm_kvmap.mapper.pool import KvPool
 from trtllm_kvmap.spec.model import ModelSpec
+from trtllm_kvmap.spec.rope import RopeParams, written_length
 
 HfCache = DynamicCache
 
@@ -207,6 +208,16 @@ def overwrite_with_last(cache: HfCache, entries: Sequence[int]) -> None:
 def record_pass(cache: HfCache, written: Pass) -> None:
     """Note with which RoPE frequencies entries were written; see written_lengths."""
     _passes(cache).append(written)
+
+
+def rope_length_of(cache: HfCache, rope: RopeParams, count: int) -> int:
+    """The sequence length whose frequencies the first ``count`` keys were written with: ``count``
+    itself where none was recorded, or nothing depends on it. Raises MismatchError when they were
+    written with more than one set of frequencies.
+    """
+    if not rope.length_dependent:
+        return count
+    return written_length(rope, written_lengths(cache, range(count)) or [count])
 
 
 def written_lengths(cache: HfCache, span: range) -> list[int] | None:

@@ -14,11 +14,10 @@ from trtllm_kvmap.inject.hf_cache import (
     empty_cache,
     fork,
     num_entries,
+    rope_length_of,
     view_pool,
-    written_lengths,
 )
 from trtllm_kvmap.models import LoadedModel, RemoteModel
-from trtllm_kvmap.spec.rope import written_length
 
 Owner = tuple[str, str]  # tenant, conversation
 
@@ -63,9 +62,7 @@ class SourceReader:
         held = num_entries(cache)
         if held < len(token_ids):
             cache = prefill(self.loaded, token_ids[held:], cache, logits_to_keep=1).cache
-        rope, length = self.loaded.spec.rope, len(token_ids)
-        if rope.length_dependent:
-            length = written_length(rope, written_lengths(cache, range(length)) or [length])
+        length = rope_length_of(cache, self.loaded.spec.rope, len(token_ids))
         if owner[1]:
             self._keep(token_ids, cache, owner)
         pool = view_pool(cache)
