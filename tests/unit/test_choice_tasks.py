@@ -190,8 +190,14 @@ def test_a_json_file_is_a_list_or_has_one_under_data(tmp_path: Path) -> None:
         (tmp_path / "arc.json").write_text(json.dumps(content))
         items, _ = items_of(tmp_path, "arc", name="arc.json", num_items=1, skip=1)
         assert items[0].questions[0].label == 1
-    (tmp_path / "arc.json").write_text(json.dumps({"rows": []}))
+    (tmp_path / "arc.json").write_text(json.dumps({"data": {}}))
     with pytest.raises(InputError, match="under `data`"):
+        items_of(tmp_path, "arc", name="arc.json")
+    (tmp_path / "arc.json").write_text(json.dumps({"rows": []}))
+    with pytest.raises(InputError, match="item 1: the field `question` is missing; there are rows"):
+        items_of(tmp_path, "arc", name="arc.json")
+    (tmp_path / "arc.json").write_text(json.dumps([ARC])[:-1])
+    with pytest.raises(InputError, match="is not JSON"):
         items_of(tmp_path, "arc", name="arc.json")
 
 

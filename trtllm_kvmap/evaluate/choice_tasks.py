@@ -8,7 +8,7 @@ log-probability after it; ``length_normalised`` divides that by the choice's len
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -21,6 +21,10 @@ from trtllm_kvmap.evaluate.task_text import Tokenizer, encode, encode_after
 
 LETTERS = ("A", "B", "C", "D")
 MMLU_COLUMNS = ("question", *LETTERS, "answer")
+MMLU_FILE = re.compile(r"(?!mmlu_[a-z]+\.)(?:mmlu_)?(\w+)_(?:test|val|dev)\.csv")
+# What is done to HellaSwag's text, in order: `[title]` starts a sentence, other bracketed words are
+# layout of WikiHow pages. The space that stays where a mark stood is the harness's too.
+HELLASWAG_MARKS = ((r" \[title\]", ". "), (r"\[.*?\]", ""), ("  ", " "))
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +40,17 @@ class Choices:
 
 
 def hellaswag(record: Record) -> Choices:
-    """HellaSwag (Zellers et al. 2019): ``ctx, endings, label`` and, in the original file,
-    ``activity_label``, which then stands before the context.
+    """HellaSwag (Zellers et al. 2019): ``ctx, endings, label`` and, in the published files,
+    ``activity_label``, which then stands before the context, and the context's two halves ``ctx_a``
+    and ``ctx_b`` (empty for how-to pages), of which the second is given a capital.
     """
     endings = record.texts("endings")
     label = record.label("label", [str(i) for i in range(len(endings))])
     context = record.text("ctx")
+    if "ctx_a" in record and "ctx_b" in record:
+        halves = (record.fields[name] for name in ("ctx_a", "ctx_b"))
+        first, second = (half if isinstance(half, str) else "" for half in halves)
+        context = f"{first} {second.capitalize()}"
     if "activity_label" in record:
         context = f"{record.text('activity_label')}: {context}"
     return Choices(_plain(context), tuple(_plain(ending) for ending in endings), label)
@@ -91,21 +100,24 @@ def winogrande(record: Record) -> Choices:
     options = record.text("option1"), record.text("option2")
     return Choices(
         before.rstrip(),
-        tuple(f"{option}{after.rstrip()}" for option in options),
+        tuple(f"{option} {after.strip()}" for option in options),
         record.label("answer", ("1", "2")),
         given=options,
     )
 
 
 def mmlu(record: Record) -> Choices:
-    """MMLU (Hendrycks et al. 2021): rows of question, four choices and a letter (.csv), or
-    ``question, choices, answer`` with a number from 0 (JSON) and perhaps ``subject``. The letter is
-    what is scored.
+    """MMLU (Hendrycks et al. 2021): rows of question, four choices and a letter, whose subject
+    their file is named by (`<subject>_test.csv`); or JSON of ``question, choices, answer`` (a
+    number from 0, or the letter) and perhaps ``subject``. The letter is what is scored.
     """
+    known: Sequence[str] = LETTERS
     if "choices" in record:
-        texts, known = record.texts("choices"), [str(i) for i in range(len(LETTERS))]
+        texts = record.texts("choices")
+        if record.fields.get("answer") not in LETTERS:
+            known = [str(i) for i in range(len(LETTERS))]
     else:
-        texts, known = [record.text(letter) for letter in LETTERS], list(LETTERS)
+        texts = [record.text(letter) for letter in LETTERS]
     if len(texts) != len(LETTERS):
         record.refuse("choices", f"needs {len(LETTERS)} texts, got {len(texts)}")
     subject = record.text("subject").replace("_", " ") if "subject" in record else ""
@@ -134,7 +146,7 @@ def choice_items(config: TaskConfig, tokenizer: Tokenizer) -> list[Item]:
     """The items of a task of READERS; the right choice is also the continuation. Raises InputError,
     naming line and field, for the first record that is not the task's.
     """
-    records = islice(_records(config), config.skip, config.skip + config.num_items)
+    records = islice(task_records(config), config.skip, config.skip + config.num_items)
     items = []
     for record in records:
         choices = READERS[config.task](record)
@@ -159,9 +171,14 @@ def _item(asked: Choices, tokenizer: Tokenizer) -> Item:
     return Item(encode(tokenizer, asked.context), (question,), tokens[asked.label])
 
 
-def _records(config: TaskConfig) -> Iterator[Record]:
+def task_records(config: TaskConfig) -> Iterator[Record]:
     columns = MMLU_COLUMNS if config.task == "mmlu" else ()
     records = read_records(config.task, config.data, columns)
+    subject = MMLU_FILE.fullmatch(Path(config.data).name)
+    if config.task == "mmlu" and subject:
+        for record in records:
+            yield Record(record.where, record.number, {**record.fields, "subject": subject[1]})
+        return
     labels = Path(config.data).with_suffix("").as_posix() + "-labels.lst"
     if config.task != "piqa" or not Path(labels).is_file():
         yield from records
@@ -173,12 +190,11 @@ def _records(config: TaskConfig) -> Iterator[Record]:
 
 
 def _asked(question: str) -> str:
-    return f"Question: {question.strip()}\nAnswer:"
+    return f"Question: {question}\nAnswer:"
 
 
 def _plain(text: str) -> str:
-    """Without the marks that WikiHow pages left in HellaSwag: `[title]` starts a sentence, other
-    bracketed words are layout.
-    """
-    text = re.sub(r"\s*\[title\]\s*", ". ", text.strip())
-    return re.sub(r"\s{2,}", " ", re.sub(r"\[[^\]]*\]", "", text)).strip()
+    text = text.strip()
+    for mark, instead in HELLASWAG_MARKS:
+        text = re.sub(mark, instead, text)
+    return text

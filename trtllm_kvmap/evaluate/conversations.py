@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
@@ -76,13 +77,31 @@ def _coqa(config: TaskConfig, tokenizer: Tokenizer) -> Iterator[Conversation]:
 
 
 def _turns(record: Record) -> list[tuple[str, str]]:
-    questions, answers = record.objects("questions"), record.objects("answers")
+    """Every question with its answer. Both are lists of objects with ``input_text`` and ``turn_id``
+    as first published, or the lists of these fields that `datasets` makes of them.
+    """
+    questions, answers = _told(record, "questions"), _told(record, "answers")
     if len(questions) != len(answers) or not questions:
         record.refuse("answers", f"needs one for each of the {len(questions)} questions")
-    return [
-        (question.text("input_text").strip(), answer.text("input_text").strip())
-        for question, answer in zip(questions, answers, strict=True)
-    ]
+    for (_, asked), (_, answered) in zip(questions, answers, strict=True):
+        if None not in (asked, answered) and asked != answered:
+            record.refuse("answers", f"answers turn {answered!r} where turn {asked!r} is asked")
+    return [(q.strip(), a.strip()) for (q, _), (a, _) in zip(questions, answers, strict=True)]
+
+
+def _told(record: Record, name: str) -> list[tuple[str, Any]]:
+    """(text, turn or None) of each question or answer."""
+    told = record.fields.get(name)
+    if isinstance(told, dict):
+        columns = record.object(name)
+        texts = columns.texts("input_text")
+        turns = told.get("turn_id") or [None] * len(texts)
+        if not isinstance(turns, list) or len(turns) != len(texts):
+            columns.refuse("turn_id", f"needs {len(texts)} entries, one for each text")
+        return list(zip(texts, turns, strict=True))
+    if isinstance(told, list) and told and isinstance(told[0], str):
+        return [(text, None) for text in record.texts(name)]
+    return [(r.text("input_text"), r.fields.get("turn_id")) for r in record.objects(name)]
 
 
 def _tiny(config: TaskConfig, tokenizer: Tokenizer) -> Iterator[Conversation]:

@@ -1,9 +1,9 @@
 """Published task files, record by record, with a complaint that names the file, the line and the
 field.
 
-A `.json` file is a list of objects, or an object with the list under ``data``; a `.csv` file has no
-header (as MMLU was published) and its columns are named by the reader; any other file is JSON
-lines.
+A `.json` file is a list of objects, an object with the list under ``data``, or JSON lines (which
+`datasets` writes under that name); a `.csv` file has no header (as MMLU was published) and its
+columns are named by the reader; any other file is JSON lines.
 """
 
 from __future__ import annotations
@@ -83,8 +83,10 @@ def read_records(task: str, data: str, columns: Sequence[str] = ()) -> Iterator[
         yield from _csv(data, text, columns)
         return
     if suffix == ".json":
-        yield from _list(data, text)
-        return
+        entries = _document(data, text)
+        if entries is not None:
+            yield from _list(data, entries)
+            return
     number = 0
     for line_number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
@@ -104,13 +106,19 @@ def _csv(data: str, text: str, columns: Sequence[str]) -> Iterator[Record]:
         yield Record(where, number, dict(zip(columns, row, strict=True)))
 
 
-def _list(data: str, text: str) -> Iterator[Record]:
+def _document(data: str, text: str) -> Any:
+    """What the whole of ``text`` says; None when its first line already is a document."""
     try:
-        entries = json.loads(text)
-    except ValueError as error:
-        raise InputError(f"{data} is not JSON ({error}); lines of JSON end in .jsonl.") from error
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data":
+            return None
+        raise InputError(f"{data} is not JSON ({error}).") from error
+
+
+def _list(data: str, entries: Any) -> Iterator[Record]:
     if isinstance(entries, dict):
-        entries = entries.get("data")
+        entries = entries.get("data", [entries])  # one record is a file of one line
     if not isinstance(entries, list):
         raise InputError(f"{data} must hold a list of objects, or an object with one under `data`.")
     for number, entry in enumerate(entries):
