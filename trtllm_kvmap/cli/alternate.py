@@ -8,17 +8,8 @@ from typing import Annotated
 import typer
 
 from trtllm_kvmap.artifact.kvmap import KvMap
-from trtllm_kvmap.artifact.whole import require_writable
-from trtllm_kvmap.cli.app import (
-    JsonOption,
-    SourceOption,
-    TargetOption,
-    console,
-    progress,
-    verb,
-    write_json,
-)
-from trtllm_kvmap.cli.flags import config_flags
+from trtllm_kvmap.cli.app import console, counted, require_all_writable, verb, write_json
+from trtllm_kvmap.cli.flags import JsonOption, SourceOption, TargetOption, config_flags
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.evaluate.alternation import alternate as run_alternation
 from trtllm_kvmap.evaluate.alternation import table
@@ -40,20 +31,18 @@ def alternate(
     json: JsonOption = None,
 ) -> None:
     """Let two models take turns in conversations (--task coqa or tiny): does the drift grow?"""
-    if json is not None:
-        require_writable(json)
+    require_all_writable(json)
     models = load_model(source), load_model(target)
     maps = [KvMap.load(path, allow_unproven=True) for path in (there, back)]
     talks = read_conversations(task_config, models[1].tokenizer)
-    with progress() as bar:
-        task = bar.add_task("alternate", total=len(talks))
+    with counted("alternate", len(talks)) as show:
         found = run_alternation(
             KvBridge(maps[0], source=models[0], target=models[1]),
             KvBridge(maps[1], source=models[1], target=models[0]),
             talks,
             first_tokens=first_tokens,
             repair_window=repair_window,
-            on_talk=lambda done, total: bar.update(task, completed=done, total=total),
+            on_talk=show,
         )
     console.print(table(found))
     for name, slope in found.drift.items():

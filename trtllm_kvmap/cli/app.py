@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial, wraps
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
-from trtllm_kvmap.artifact.whole import write_text
+from trtllm_kvmap.artifact.whole import require_writable, write_text
 from trtllm_kvmap.errors import KvMapError
 
 Result = TypeVar("Result")
@@ -29,14 +37,6 @@ app = typer.Typer(
 console = Console()
 complaints = Console(stderr=True)
 
-# Options that several verbs share.
-SourceOption = Annotated[str, typer.Option(help="source model: a folder, or a hub id")]
-TargetOption = Annotated[str, typer.Option(help="target model: a folder, or a hub id")]
-JsonOption = Annotated[Path | None, typer.Option("--json", help="write the result here as JSON")]
-UnprovenOption = Annotated[
-    bool, typer.Option("--allow-unproven", help="load a map that carries no evidence")
-]
-
 
 def verb(command: Callable[..., Result]) -> Callable[..., Result]:
     """Register a command; a KvMapError ends it with one sentence and exit status 2."""
@@ -46,7 +46,7 @@ def verb(command: Callable[..., Result]) -> Callable[..., Result]:
 def register(group: typer.Typer, command: Callable[..., Result]) -> Callable[..., Result]:
     """verb() for a command of ``group``."""
 
-    @functools.wraps(command)
+    @wraps(command)
     def run(*args: Any, **kwargs: Any) -> Result:
         try:
             return command(*args, **kwargs)
@@ -61,6 +61,12 @@ def register(group: typer.Typer, command: Callable[..., Result]) -> Callable[...
     return run
 
 
+def require_all_writable(*paths: Path | None) -> None:
+    """require_writable for each path that was given, before any long work begins."""
+    for path in filter(None, paths):
+        require_writable(path)
+
+
 def write_json(path: Path | None, value: Any) -> None:
     """Write ``value`` to ``path``, whole or not at all; nothing when no path was given."""
     if path is None:
@@ -69,12 +75,26 @@ def write_json(path: Path | None, value: Any) -> None:
     console.print(f"Wrote {path}", highlight=False)
 
 
-def progress() -> Progress:
-    """The one progress bar that long work shows."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=complaints,
-    )
+@contextmanager
+def progress() -> Iterator[Callable[[str, int, int | None], None]]:
+    """The bars that long work shows: ``show(name, done, total)`` moves the bar of that name, which
+    is there from its first call on.
+    """
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    with Progress(*columns, TimeRemainingColumn(), console=complaints) as bars:
+        shown: dict[str, TaskID] = {}
+
+        def show(name: str, done: int, total: int | None = None) -> None:
+            if name not in shown:
+                shown[name] = bars.add_task(name, total=total)
+            bars.update(shown[name], completed=done, total=total)
+
+        yield show
+
+
+@contextmanager
+def counted(name: str, total: int | None = None) -> Iterator[Callable[..., None]]:
+    """progress() of one bar: ``show(done, total)``, or ``show(done)`` where no total is known."""
+    with progress() as show:
+        show(name, 0, total)
+        yield partial(show, name)

@@ -14,8 +14,8 @@ from trtllm_kvmap.calibrate.distributed import process_group
 from trtllm_kvmap.calibrate.estimate import estimate_calibration
 from trtllm_kvmap.calibrate.run import calibrate as run_calibration
 from trtllm_kvmap.calibrate.text import read_documents
-from trtllm_kvmap.cli.app import JsonOption, console, progress, verb, write_json
-from trtllm_kvmap.cli.flags import config_flags
+from trtllm_kvmap.cli.app import console, counted, verb, write_json
+from trtllm_kvmap.cli.flags import JsonOption, config_flags
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.machine import matmul_rate, total_memory
 from trtllm_kvmap.models import load_model, read_spec
@@ -57,15 +57,14 @@ def calibrate(
         min_tokens=config.min_tokens,
         max_tokens=config.window(loaded[0].spec, loaded[1].spec),
     )
-    with process_group(), progress() as bar:
-        task = bar.add_task("calibrate", total=len(documents))
+    with process_group(), counted("calibrate", len(documents)) as show:
         moments = run_calibration(
             *loaded,
             documents,
             config,
             out,
             resume=resume,
-            on_document=lambda done, total: bar.update(task, completed=done, total=total),
+            on_document=show,
         )
     console.print(f"Wrote {out}: {moments.record['tokens']:,} tokens", highlight=False)
     write_json(json, moments.record)

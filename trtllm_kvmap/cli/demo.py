@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from trtllm_kvmap.cli.app import JsonOption, console, progress, verb, write_json
+from trtllm_kvmap.cli.app import console, progress, verb, write_json
+from trtllm_kvmap.cli.flags import JsonOption
 from trtllm_kvmap.demo import PairDemo, run_demo
 from trtllm_kvmap.evaluate.report import table
 
@@ -19,14 +20,7 @@ def demo(
     json: JsonOption = None,
 ) -> None:
     """The whole way on the tiny family: calibrate, fit, hand over, generate, evaluate."""
-    with progress() as bar:
-        tasks: dict[str, int] = {}
-
-        def show(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bar.add_task(stage, total=total)
-            bar.update(tasks[stage], completed=done)  # type: ignore[arg-type]
-
+    with progress() as show:
         pairs = run_demo(out, show)
     for pair in pairs:
         console.print()

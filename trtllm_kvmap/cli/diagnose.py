@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from trtllm_kvmap.artifact.kvmap import KvMap
-from trtllm_kvmap.artifact.whole import require_writable
-from trtllm_kvmap.cli.app import (
+from trtllm_kvmap.cli.app import console, counted, require_all_writable, verb, write_json
+from trtllm_kvmap.cli.flags import (
     JsonOption,
+    KvMapArgument,
     SourceOption,
     TargetOption,
-    console,
-    progress,
-    verb,
-    write_json,
+    config_flags,
 )
-from trtllm_kvmap.cli.flags import config_flags
 from trtllm_kvmap.evaluate.diagnose import diagnose as run_diagnosis
 from trtllm_kvmap.evaluate.diagnosis import headline, tables
 from trtllm_kvmap.evaluate.run import EvaluationConfig
@@ -30,7 +26,7 @@ from trtllm_kvmap.models import load_model
 @verb
 @config_flags(task_config=TaskConfig, config=EvaluationConfig)
 def diagnose(
-    kvmap: Annotated[Path, typer.Argument(help="a .kvmap.safetensors file")],
+    kvmap: KvMapArgument,
     source: SourceOption,
     target: TargetOption,
     task_config: TaskConfig,
@@ -42,8 +38,7 @@ def diagnose(
     json: JsonOption = None,
 ) -> None:
     """Say where a map goes wrong: which keys, values, layers, heads, positions and lengths."""
-    if json is not None:
-        require_writable(json)
+    require_all_writable(json)
     loaded = KvMap.load(kvmap, allow_unproven=True)
     source_model, target_model = load_model(source), load_model(target)
     items = read_items(task_config, target_model.tokenizer)
@@ -51,8 +46,7 @@ def diagnose(
         tokens: read_items(replace(task_config, context_tokens=tokens), target_model.tokenizer)
         for tokens in length or ()
     }
-    with progress() as bar:
-        task = bar.add_task("diagnose", total=len(items))
+    with counted("diagnose", len(items)) as show:
         diagnosis = run_diagnosis(
             loaded,
             source_model,
@@ -60,7 +54,7 @@ def diagnose(
             items,
             config,
             longer,
-            on_item=lambda done, total: bar.update(task, completed=done, total=total),
+            on_item=show,
         )
     console.print(headline(diagnosis), highlight=False)
     for table in tables(diagnosis):

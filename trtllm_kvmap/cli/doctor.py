@@ -8,7 +8,8 @@ import typer
 from rich.table import Table
 
 from trtllm_kvmap import doctor as examination
-from trtllm_kvmap.cli.app import JsonOption, console, verb, write_json
+from trtllm_kvmap.cli.app import console, verb, write_json
+from trtllm_kvmap.cli.flags import JsonOption
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.models import describe_model
 

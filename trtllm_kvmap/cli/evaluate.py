@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import Progress
 
 from trtllm_kvmap.artifact.kvmap import KvMap
-from trtllm_kvmap.artifact.whole import require_writable
-from trtllm_kvmap.cli.app import (
+from trtllm_kvmap.cli.app import console, counted, progress, require_all_writable, verb, write_json
+from trtllm_kvmap.cli.flags import (
     JsonOption,
+    KvMapArgument,
     SourceOption,
     TargetOption,
-    console,
-    progress,
-    verb,
-    write_json,
+    config_flags,
 )
-from trtllm_kvmap.cli.flags import config_flags
 from trtllm_kvmap.cli.report import HtmlOption, MarkdownOption, write_report
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.errors import InputError
@@ -38,7 +32,7 @@ from trtllm_kvmap.models import load_model
 @verb
 @config_flags(task_config=TaskConfig, config=EvaluationConfig, gates=Gates)
 def evaluate(
-    kvmap: Annotated[Path, typer.Argument(help="a .kvmap.safetensors file")],
+    kvmap: KvMapArgument,
     source: SourceOption,
     target: TargetOption,
     task_config: TaskConfig,
@@ -58,8 +52,7 @@ def evaluate(
     ] = False,
 ) -> None:
     """Judge a map: every arm and every control, on items that neither fit nor selection saw."""
-    for path in filter(None, (json, html, markdown)):
-        require_writable(path)
+    require_all_writable(json, html, markdown)
     loaded = KvMap.load(kvmap, allow_unproven=True)
     source_model, target_model = load_model(source), load_model(target)
     if tasks:
@@ -68,7 +61,7 @@ def evaluate(
                 "--html, --markdown, --latency and --attach are of one report; give --task, one at "
                 "a time."
             )
-        with progress() as bar:
+        with progress() as show:
             reports = evaluate_tasks(
                 loaded,
                 source_model,
@@ -76,21 +69,20 @@ def evaluate(
                 task_configs(tasks, task_config),
                 config,
                 gates,
-                on_item=_bars(bar),
+                on_item=show,
             )
         console.print(suite_table(reports))
         write_json(json, {"tasks": {name: report.to_json() for name, report in reports.items()}})
         return
     items = read_items(task_config, target_model.tokenizer)
-    with progress() as bar:
-        task = bar.add_task("evaluate", total=len(items))
+    with counted("evaluate", len(items)) as show:
         report = run_evaluation(
             loaded,
             source_model,
             target_model,
             items,
             config,
-            on_item=lambda done, total: bar.update(task, completed=done, total=total),
+            on_item=show,
             gates=gates,
         )
     if latency:
@@ -103,15 +95,3 @@ def evaluate(
     if attach:
         loaded.with_evidence(evidence(report)).save(kvmap)
         console.print(f"Stored the evidence in {kvmap}", highlight=False)
-
-
-def _bars(bar: Progress) -> Callable[[str, int, int], None]:
-    """Shows one bar for each task, from the first item on."""
-    shown = {}
-
-    def update(name: str, done: int, total: int) -> None:
-        if name not in shown:
-            shown[name] = bar.add_task(name, total=total)
-        bar.update(shown[name], completed=done)
-
-    return update

@@ -12,8 +12,8 @@ import typer
 from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.artifact.moments import MomentSet
 from trtllm_kvmap.artifact.whole import require_writable
-from trtllm_kvmap.cli.app import JsonOption, console, progress, verb, write_json
-from trtllm_kvmap.cli.flags import config_flags
+from trtllm_kvmap.cli.app import console, counted, verb, write_json
+from trtllm_kvmap.cli.flags import JsonOption, config_flags
 from trtllm_kvmap.cli.inspect import describe
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.evaluate.run import EvaluationConfig
@@ -75,15 +75,14 @@ def _choose(
         raise InputError("Candidates are chosen from one moments file; give one, or one candidate.")
     loaded = load_model(source), load_model(target)
     items = read_items(task_config, loaded[1].tokenizer)
-    with progress() as bar:
-        task = bar.add_task("choose", total=len(candidates))
+    with counted("choose", len(candidates)) as show:
         kvmap, rows = select(
             MomentSet.load(moments[0]),
             candidates,
             *loaded,
             items,
             config,
-            on_candidate=lambda done, total: bar.update(task, completed=done, total=total),
+            on_candidate=show,
         )
     for row in rows:
         console.print(_line(row), highlight=False)

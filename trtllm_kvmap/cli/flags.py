@@ -1,5 +1,5 @@
-"""One command-line option per field of a frozen dataclass, so that a config and its flags cannot
-drift apart.
+"""The options of the verbs, each defined once: those that several verbs share, and one per field of
+a frozen dataclass, so that a config and its flags cannot drift apart.
 """
 
 from __future__ import annotations
@@ -7,11 +7,20 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 
 Result = TypeVar("Result")
+
+KvMapArgument = Annotated[Path, typer.Argument(help="a .kvmap.safetensors file")]
+SourceOption = Annotated[str, typer.Option(help="source model: a folder, or a hub id")]
+TargetOption = Annotated[str, typer.Option(help="target model: a folder, or a hub id")]
+JsonOption = Annotated[Path | None, typer.Option("--json", help="write the result here as JSON")]
+UnprovenOption = Annotated[
+    bool, typer.Option("--allow-unproven", help="load a map that carries no evidence")
+]
 
 
 def config_flags(**configs: type) -> Callable[[Callable[..., Result]], Callable[..., Result]]:

@@ -9,17 +9,15 @@ from typing import Annotated, Any
 import typer
 
 from trtllm_kvmap.artifact.kvmap import KvMap
-from trtllm_kvmap.cli.app import (
+from trtllm_kvmap.cli.app import complaints, console, verb, write_json
+from trtllm_kvmap.cli.flags import (
     JsonOption,
+    KvMapArgument,
     SourceOption,
     TargetOption,
     UnprovenOption,
-    complaints,
-    console,
-    verb,
-    write_json,
+    config_flags,
 )
-from trtllm_kvmap.cli.flags import config_flags
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.decode.generate import generate as continue_from
 from trtllm_kvmap.decode.guard import Guard
@@ -52,7 +50,7 @@ class GenerateConfig:
 @verb
 @config_flags(config=GenerateConfig)
 def generate(
-    kvmap: Annotated[Path, typer.Argument(help="a .kvmap.safetensors file")],
+    kvmap: KvMapArgument,
     source: SourceOption,
     target: TargetOption,
     config: GenerateConfig,

@@ -8,17 +8,8 @@ from typing import Annotated
 import typer
 
 from trtllm_kvmap.artifact.kvmap import KvMap
-from trtllm_kvmap.artifact.whole import require_writable
-from trtllm_kvmap.cli.app import (
-    JsonOption,
-    SourceOption,
-    TargetOption,
-    console,
-    progress,
-    verb,
-    write_json,
-)
-from trtllm_kvmap.cli.flags import config_flags
+from trtllm_kvmap.cli.app import console, counted, require_all_writable, verb, write_json
+from trtllm_kvmap.cli.flags import JsonOption, SourceOption, TargetOption, config_flags
 from trtllm_kvmap.evaluate.guard import GuardConfig, set_guard
 from trtllm_kvmap.evaluate.tasks import TaskConfig, read_items
 from trtllm_kvmap.models import load_model
@@ -41,21 +32,18 @@ def guard(
     The items are handed over by the map and by damaged copies of it. Give items that neither fit,
     selection nor report sees, and the S and N that hand-overs will have.
     """
-    require_writable(kvmap)
-    if json is not None:
-        require_writable(json)
+    require_all_writable(kvmap, json)
     loaded = KvMap.load(kvmap, allow_unproven=True)
     source_model, target_model = load_model(source), load_model(target)
     items = read_items(task_config, target_model.tokenizer)
-    with progress() as bar:
-        task = bar.add_task("guard", total=None)
+    with counted("guard") as show:
         found = set_guard(
             loaded,
             source_model,
             target_model,
             items,
             config,
-            on_map=lambda done: bar.update(task, completed=done),
+            on_map=show,
         )
     loaded.with_guard(found.to_json()).save(kvmap)
     measured = found.measured

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.artifact.record import spec_to_json
-from trtllm_kvmap.cli.app import JsonOption, console, verb, write_json
+from trtllm_kvmap.cli.app import console, verb, write_json
+from trtllm_kvmap.cli.flags import JsonOption, KvMapArgument
 
 
 @verb
 def inspect(
-    kvmap: Annotated[Path, typer.Argument(help="a .kvmap.safetensors file")],
+    kvmap: KvMapArgument,
     json: JsonOption = None,
 ) -> None:
     """Print what a map is: its pair, scope, size, fit, and the evidence it carries."""

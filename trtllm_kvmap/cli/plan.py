@@ -11,7 +11,8 @@ from rich.table import Table
 
 from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.artifact.whole import require_writable
-from trtllm_kvmap.cli.app import JsonOption, console, verb, write_json
+from trtllm_kvmap.cli.app import console, verb, write_json
+from trtllm_kvmap.cli.flags import JsonOption, KvMapArgument
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.decode.routing import Choice, Route, Situation, route
 from trtllm_kvmap.decode.speeds import Speeds, bytes_per_token
@@ -26,7 +27,7 @@ MEASURED_LENGTHS = 6  # the conversation's own, its half, and so on
 
 @verb
 def plan(
-    kvmap: Annotated[Path, typer.Argument(help="a .kvmap.safetensors file")],
+    kvmap: KvMapArgument,
     tokens: Annotated[int, typer.Option(help="length of the conversation")],
     reply_tokens: Annotated[int, typer.Option(help="tokens still to be said")] = 64,
     direction: Annotated[

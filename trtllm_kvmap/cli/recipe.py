@@ -39,14 +39,7 @@ def recipe(
     """Run the protocol of a published study, on the tiny family or on two models of your own."""
     own = OwnModels(source, target, text, task, data)
     folder = out or Path("kvmap-recipes") / name
-    with progress() as bar:
-        tasks: dict[str, int] = {}
-
-        def show(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bar.add_task(stage, total=total)
-            bar.update(tasks[stage], completed=done)  # type: ignore[arg-type]
-
+    with progress() as show:
         over = None if config is None else read_yaml(config)
         outcome, files = run_recipe(name, folder, over=over, own=own, on_progress=show)
     outcome.show(console)

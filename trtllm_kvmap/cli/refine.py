@@ -10,8 +10,8 @@ import typer
 from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.artifact.whole import require_writable
 from trtllm_kvmap.calibrate.text import read_documents
-from trtllm_kvmap.cli.app import SourceOption, TargetOption, console, progress, verb
-from trtllm_kvmap.cli.flags import config_flags
+from trtllm_kvmap.cli.app import console, counted, verb
+from trtllm_kvmap.cli.flags import KvMapArgument, SourceOption, TargetOption, config_flags
 from trtllm_kvmap.models import load_model
 from trtllm_kvmap.refine.config import RefineConfig
 from trtllm_kvmap.refine.run import refine as run_refine
@@ -20,7 +20,7 @@ from trtllm_kvmap.refine.run import refine as run_refine
 @verb
 @config_flags(config=RefineConfig)
 def refine(
-    kvmap: Annotated[Path, typer.Argument(help="a .kvmap.safetensors file")],
+    kvmap: KvMapArgument,
     source: SourceOption,
     target: TargetOption,
     text: Annotated[Path, typer.Option(help="plain text, JSONL, or a folder of such files")],
@@ -35,14 +35,13 @@ def refine(
     documents = read_documents(
         text, loaded[1], min_tokens=config.skip_first + 2, max_tokens=max_tokens
     )
-    with progress() as bar:
-        task = bar.add_task("refine", total=config.steps)
+    with counted("refine", config.steps) as show:
         refined = run_refine(
             fitted,
             *loaded,
             documents,
             config,
-            on_step=lambda done, total: bar.update(task, completed=done, total=total),
+            on_step=show,
         )
     refined.save(out)
     console.print(

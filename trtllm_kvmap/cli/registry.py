@@ -14,15 +14,8 @@ from rich.text import Text
 from trtllm_kvmap.artifact.entry import Entry, Unusable
 from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.artifact.registry import Registry
-from trtllm_kvmap.cli.app import (
-    JsonOption,
-    SourceOption,
-    TargetOption,
-    app,
-    console,
-    register,
-    write_json,
-)
+from trtllm_kvmap.cli.app import app, console, register, write_json
+from trtllm_kvmap.cli.flags import JsonOption, KvMapArgument, SourceOption, TargetOption
 from trtllm_kvmap.errors import InputError, MismatchError
 from trtllm_kvmap.fit.config import FitConfig
 from trtllm_kvmap.fit.sizes import router_sizes
@@ -107,7 +100,7 @@ def find(
 @verb
 def add(
     url: UrlArgument,
-    kvmap: Annotated[Path, typer.Argument(help="a .kvmap.safetensors file")],
+    kvmap: KvMapArgument,
 ) -> None:
     """Store a map under a name made of its pair and digest, whole or not at all."""
     entry = Registry(url).add(KvMap.load(kvmap, allow_unproven=True))

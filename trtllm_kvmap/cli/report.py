@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from trtllm_kvmap.artifact.whole import require_writable, write_text
-from trtllm_kvmap.cli.app import JsonOption, console, verb, write_json
+from trtllm_kvmap.artifact.whole import write_text
+from trtllm_kvmap.cli.app import console, require_all_writable, verb, write_json
+from trtllm_kvmap.cli.flags import JsonOption
 from trtllm_kvmap.errors import FormatError
 from trtllm_kvmap.evaluate.markdown import markdown as document
 from trtllm_kvmap.evaluate.page import html as page
@@ -27,8 +28,7 @@ def report(
 ) -> None:
     """Show a report again: the table of arms, and the page or the Markdown if asked."""
     loaded = Report.load(report)
-    for path in filter(None, (html, markdown, json)):
-        require_writable(path)
+    require_all_writable(html, markdown, json)
     try:
         shown = table(loaded)
         document(loaded)

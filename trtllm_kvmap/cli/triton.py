@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from trtllm_kvmap.cli.app import SourceOption, TargetOption, UnprovenOption, console, verb
-from trtllm_kvmap.cli.flags import config_flags
+from trtllm_kvmap.cli.app import console, verb
+from trtllm_kvmap.cli.flags import SourceOption, TargetOption, UnprovenOption, config_flags
 from trtllm_kvmap.serve.repository import LANES, write_repository
 from trtllm_kvmap.serve.settings import ServeConfig
 
