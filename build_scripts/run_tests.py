@@ -33,6 +33,8 @@ GGUF = ("gguf==0.19.0", "accelerate==1.15.0")
 NIXL = ("nixl-cu13==1.5.1", "xxhash==4.1.0")
 # A whole Chromium inside wheels (QtWebEngine): what opens the report's page.
 BROWSER = ("PySide6-Essentials==6.9.3", "PySide6-Addons==6.9.3")
+# The harness whose tasks and command line the adapter is held to.
+LMEVAL = ("lm-eval==0.4.13",)
 # What the tests need beside vLLM's own requirements, which are files of theirs.
 BESIDE_VLLM = ("torch==2.13.0", "pytest==9.2.0", "hypothesis==6.170.17")
 VLLM = ("tests/vllm/requirements.txt", "tests/vllm/requirements-engine.txt")
@@ -78,6 +80,12 @@ LANES = (
         Environment(".venv-report", (*MAIN, *BROWSER), extras="[test]"),
         ("tests/report",),
         3,
+    ),
+    Lane(
+        "lmeval",
+        Environment(".venv-lmeval", (*MAIN, *LMEVAL), extras="[test]"),
+        ("tests/lmeval", "tests/unit/test_lm_eval_adapter.py"),
+        5,
     ),
     Lane("triton", triton_server.ENVIRONMENT, ("tests/tritonserver",), 5),
     Lane("vllm", Environment(".venv-vllm", BESIDE_VLLM, frozen=VLLM), ("tests/vllm",), 5, (3, 11)),

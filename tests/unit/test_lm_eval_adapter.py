@@ -130,8 +130,15 @@ def test_choices_of_one_context_are_read_once(
 def test_spaces_and_missing_contexts_are_cut_as_the_harness_does(make: Callable) -> None:
     adapter = make("target")
     assert adapter._pair("after anna  ", "ben") == adapter._pair("after anna", " ben")
+    assert adapter._pair("after anna\n", "ben") == adapter._pair("after anna", "\nben")
     bos = adapter.reader.model.tokenizer.bos_token_id
     assert adapter._pair("", "after anna") == ([bos], adapter.reader.model.tokenise("after anna"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")
+def test_a_cuda_device_that_is_not_there_means_the_cpu(make: Callable) -> None:
+    asked_for = make("target", device="cuda:0")
+    assert asked_for.reader.model.device.type == "cpu"
 
 
 def test_what_the_adapter_does_not_do_is_said(make: Callable) -> None:

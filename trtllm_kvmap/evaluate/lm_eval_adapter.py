@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 
@@ -29,7 +30,8 @@ LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_token
 @register_model("kvmap")
 class KvMapLM(LM):  # type: ignore[misc]  # untyped where the harness is not installed
     """One arm as a harness's model. ``kvmap`` is a file, ``source`` and ``target`` folders or hub
-    ids. Requests are run one by one, so ``batch_size`` and ``max_batch_size`` change nothing.
+    ids. Requests are run one by one, so ``batch_size`` and ``max_batch_size`` change nothing. A
+    CUDA ``device`` that is not there means the CPU, because the harness asks for one unasked.
     """
 
     def __init__(
@@ -40,12 +42,12 @@ class KvMapLM(LM):  # type: ignore[misc]  # untyped where the harness is not ins
         arm: Arm = "mapped",
         first_tokens: int = 1,
         repair_window: int = 32,
-        device: str = "cpu",
+        device: str | None = None,
         batch_size: int | str = 1,
         max_batch_size: int | None = None,
     ) -> None:
         super().__init__()
-        models = [load_model(name, device=device or "cpu") for name in (source, target)]
+        models = [load_model(name, device=_present(device)) for name in (source, target)]
         loaded = KvMap.load(kvmap, allow_unproven=True)
         bridge = KvBridge(loaded, source=models[0], target=models[1])
         self.reader = ArmReader(
@@ -112,7 +114,7 @@ class KvMapLM(LM):  # type: ignore[misc]  # untyped where the harness is not ins
         """
         if not context:
             return [self._prefix()], self._ids(continuation, add_special_tokens=False)
-        stripped = context.rstrip(" ")
+        stripped = context.rstrip()
         continuation = context[len(stripped) :] + continuation
         before = self._ids(stripped)
         return before, self._ids(stripped + continuation)[len(before) :]
@@ -133,6 +135,12 @@ class KvMapLM(LM):  # type: ignore[misc]  # untyped where the harness is not ins
                 f"score a text without a context."
             )
         return int(prefix)
+
+
+def _present(device: str | None) -> str:
+    if device is None or (device.startswith("cuda") and not torch.cuda.is_available()):
+        return "cpu"
+    return device
 
 
 if __name__ == "__main__":
