@@ -1,40 +1,27 @@
-"""The report's charts as inline SVG: text stays text, and colours are the page's."""
+"""The report's charts, each an SVG from what a section says in its tables."""
 
 from __future__ import annotations
 
-import html
-import io
-import re
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
+from trtllm_kvmap.evaluate.drawing import (
+    ACCENT,
+    INK,
+    MUTED,
+    chart_style,
+    label_of,
+    new_figure,
+    reach,
+    svg_of,
+)
 from trtllm_kvmap.evaluate.latency import STAGES
 from trtllm_kvmap.evaluate.report import Report, scored_arms
 
-# What the page replaces by its own variables, so that charts are read on light and dark alike.
-INK, MUTED, ACCENT = "#1c2733", "#8a97a4", "#2f6f9f"
-VARIABLES = {INK: "var(--ink)", MUTED: "var(--faint)", ACCENT: "var(--accent)"}
 STAGE_COLOURS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377")
-WIDTH = 5.0  # inches: as wide as a phone, so that text keeps its size there
-STYLE: Any = {
-    "svg.fonttype": "none",
-    "font.family": "sans-serif",
-    "font.size": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": MUTED,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "legend.frameon": False,
-}
 METRICS = {"accuracy": "accuracy", "nll": "loss, nats per token (less is better)"}
 SLOPES = 200  # lines of single contexts; more would be one grey area
 
@@ -47,9 +34,9 @@ def bars_of_arms(report: Report, alt: str) -> str:
         for name, arm in scored_arms(report).items()
         if arm[metric]["value"] is not None
     }
-    with _style("arms"):
-        figure, axes = _figure(0.8 + 0.3 * len(arms))
-        errors = [_reach(entry) for entry in arms.values()]
+    with chart_style("arms"):
+        figure, axes = new_figure(0.8 + 0.3 * len(arms))
+        errors = [reach(entry) for entry in arms.values()]
         axes.barh(
             range(len(arms)),
             [entry["value"] for entry in arms.values()],
@@ -57,7 +44,7 @@ def bars_of_arms(report: Report, alt: str) -> str:
             xerr=[[low for low, _ in errors], [high for _, high in errors]],
             error_kw={"ecolor": INK, "elinewidth": 1, "capsize": 2},
         )
-        axes.set_yticks(range(len(arms)), [_plain(name) for name in arms])
+        axes.set_yticks(range(len(arms)), [label_of(name) for name in arms])
         for name, style in (("target", "-"), ("source", "--")):
             if name in arms:
                 axes.axvline(arms[name]["value"], color=INK, linewidth=0.8, linestyle=style)
@@ -65,7 +52,7 @@ def bars_of_arms(report: Report, alt: str) -> str:
         axes.invert_yaxis()
         axes.tick_params(axis="y", length=0)
         axes.set_xlabel(METRICS[metric])
-        return _svg(figure, alt)
+        return svg_of(figure, alt)
 
 
 def slopes(report: Report, alt: str) -> str:
@@ -75,12 +62,12 @@ def slopes(report: Report, alt: str) -> str:
     metric, arm = report.config["metric"], report.config["arm"]
     names = ["source", arm, "target"]
     rows = list(zip(*(report.contexts["metric"][name] for name in names), strict=True))
-    with _style("slopes"):
-        figure, axes = _figure(3.2)
+    with chart_style("slopes"):
+        figure, axes = new_figure(3.2)
         for row in [row for row in rows if None not in row][:SLOPES]:
             axes.plot(range(3), row, color=MUTED, linewidth=0.6, alpha=0.5)
         whole = [report.arms[name][metric] for name in names]
-        errors = [_reach(entry) for entry in whole]
+        errors = [reach(entry) for entry in whole]
         axes.errorbar(
             range(3),
             [entry["value"] for entry in whole],
@@ -91,16 +78,16 @@ def slopes(report: Report, alt: str) -> str:
             capsize=3,
         )
         _chance(report, axes.axhline)
-        axes.set_xticks(range(3), ["source alone", _plain(arm), "target"])
+        axes.set_xticks(range(3), ["source alone", label_of(arm), "target"])
         axes.set_ylabel(METRICS[metric])
         axes.set_xlim(-0.35, 2.35)
-        return _svg(figure, alt)
+        return svg_of(figure, alt)
 
 
 def by_layer(lines: dict[str, Sequence[float | None]], alt: str) -> str:
     """Cosines by target layer, one line each; they differ in marker and dashes, not in colour."""
-    with _style("layers"):
-        figure, axes = _figure(2.8)
+    with chart_style("layers"):
+        figure, axes = new_figure(2.8)
         looks = ((ACCENT, "o", "-"), (INK, "s", "--"), (INK, "^", ":"))
         lowest = 0.0
         for (name, values), (colour, marker, dashes) in zip(lines.items(), looks, strict=False):
@@ -120,14 +107,14 @@ def by_layer(lines: dict[str, Sequence[float | None]], alt: str) -> str:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_ylim(lowest, 1.02)
         figure.legend(loc="outside upper left", ncols=3, fontsize=9)
-        return _svg(figure, alt)
+        return svg_of(figure, alt)
 
 
 def heat(field: str, rows: Sequence[Sequence[float | None]], alt: str) -> str:
     """R2 of target layers (up) by source layers (across); numbers in the cells of small tables."""
-    with _style(f"heat-{field}"):
+    with chart_style(f"heat-{field}"):
         height = min(4.6, 1.2 + 0.32 * len(rows))
-        figure, axes = _figure(height)
+        figure, axes = new_figure(height)
         numbers = [[float("nan") if v is None else v for v in row] for row in rows]
         mesh = axes.pcolormesh(numbers, cmap=matplotlib.colormaps["viridis"].resampled(10))
         mesh.set_clim(0.0, 1.0)
@@ -146,7 +133,7 @@ def heat(field: str, rows: Sequence[Sequence[float | None]], alt: str) -> str:
         axes.set_xlabel("source layer")
         axes.set_ylabel("target layer")
         figure.colorbar(mesh, ax=axes, label="R2")
-        return _svg(figure, alt)
+        return svg_of(figure, alt)
 
 
 def latency_stack(latency: dict[str, Any], alt: str) -> str:
@@ -155,8 +142,8 @@ def latency_stack(latency: dict[str, Any], alt: str) -> str:
     native = [
         a + b for a, b in zip(seconds["target_prefill"], seconds["target_first_step"], strict=True)
     ]
-    with _style("stack"):
-        figure, axes = _figure(1.3 + 0.34 * len(lengths))
+    with chart_style("stack"):
+        figure, axes = new_figure(1.3 + 0.34 * len(lengths))
         start = [0.0] * len(lengths)
         for stage, colour in zip(STAGES, STAGE_COLOURS, strict=True):
             shares = [s / n for s, n in zip(seconds[stage], native, strict=True)]
@@ -169,14 +156,14 @@ def latency_stack(latency: dict[str, Any], alt: str) -> str:
         axes.set_xlabel("time over the native target's (line: equal)")
         axes.tick_params(axis="y", length=0)
         figure.legend(loc="outside upper left", ncols=3, fontsize=9)
-        return _svg(figure, alt)
+        return svg_of(figure, alt)
 
 
 def break_even_curve(latency: dict[str, Any], alt: str) -> str:
     """The hand-over's time over the native target's, against the prompt's length."""
     lengths = latency["lengths"]
-    with _style("break-even"):
-        figure, axes = _figure(2.8)
+    with chart_style("break-even"):
+        figure, axes = new_figure(2.8)
         for name, key, colour, style in (
             ("source has read the prompt", "warm", ACCENT, "-"),
             ("source reads it first", "cold", INK, "--"),
@@ -191,44 +178,9 @@ def break_even_curve(latency: dict[str, Any], alt: str) -> str:
         axes.set_xlabel("prompt tokens")
         axes.set_ylabel("time ratio")
         figure.legend(loc="outside upper left", ncols=2, fontsize=9)
-        return _svg(figure, alt)
-
-
-def _figure(height: float) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    return figure, figure.add_subplot()
-
-
-def _style(chart: str) -> AbstractContextManager[None]:
-    """Equal reports give equal bytes, and no two charts share an id."""
-    return matplotlib.rc_context({**STYLE, "svg.hashsalt": chart})
+        return svg_of(figure, alt)
 
 
 def _chance(report: Report, line: Any) -> None:
     if report.config["metric"] == "accuracy" and report.chance is not None:
         line(report.chance, color=INK, linewidth=0.8, linestyle=":")
-
-
-def _plain(text: str) -> str:
-    """A label that matplotlib does not read as mathematics, and that leaves the axes some room."""
-    return (text if len(text) <= 28 else f"{text[:27]}…").replace("$", r"\$")
-
-
-def _reach(entry: dict[str, Any]) -> tuple[float, float]:
-    if entry["low"] is None or entry["high"] is None:
-        return 0.0, 0.0
-    return max(entry["value"] - entry["low"], 0.0), max(entry["high"] - entry["value"], 0.0)
-
-
-def _svg(figure: Figure, alt: str) -> str:
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
-    svg = buffer.getvalue()
-    box = re.search(r'viewBox="([^"]*)"', svg)
-    body = svg[svg.index("<defs>") :]  # html needs neither XML prolog, namespaces nor metadata
-    # Two charts on one page would share the ids that nothing in them refers to.
-    body = re.sub(r' id="([^"]*)"', lambda found: found[0] if f"#{found[1]}" in body else "", body)
-    for colour, variable in VARIABLES.items():
-        body = body.replace(colour, variable)
-    size = box.group(1) if box else "0 0 360 216"
-    return f'<svg viewBox="{size}" role="img" aria-label="{html.escape(alt)}">{body}'

@@ -25,6 +25,7 @@ from trtllm_kvmap.evaluate.interventions import (
 from trtllm_kvmap.evaluate.items import Item
 from trtllm_kvmap.evaluate.kv_error import KvError
 from trtllm_kvmap.evaluate.probe import Ready, ask
+from trtllm_kvmap.evaluate.provenance import name_of, provenance
 from trtllm_kvmap.evaluate.reading import Reading, read_item
 from trtllm_kvmap.evaluate.run import DRAWING_SEED, EvaluationConfig
 from trtllm_kvmap.evaluate.score import attention_cosines
@@ -147,6 +148,7 @@ class _Run:
                 "N": self.config.repair_window,
                 "num_items": self.count,
                 "scope": self.bridge.kvmap.scope,
+                "map": name_of(**provenance(self.bridge.kvmap)),
             },
             divergence=figure(mapped / asked).to_json(),
             interventions=tuple(rows),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
+
+from trtllm_kvmap.errors import FormatError
 
 FigureJson = dict[str, float | None]  # value, low and high, see bootstrap.Figure
 
@@ -64,7 +68,7 @@ class LengthRow:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The content of a diagnosis file, key by key. ``config`` names models, S, N and items;
+    """The content of a diagnosis file, key by key. ``config`` names models, map, S, N and items;
     ``divergence`` is the mapped cache's; ``kv_error`` as in a report (by layer: nrmse and cosine of
     keys and values); ``attention_cosine`` the attention outputs' cosine by layer; ``refused`` says
     why a control was not run.
@@ -83,11 +87,27 @@ class Diagnosis:
         return asdict(self)
 
     @staticmethod
-    def from_json(entry: dict[str, Any]) -> Diagnosis:
-        """The inverse of to_json, also after a round through JSON text."""
+    def from_json(entry: Any) -> Diagnosis:
+        """The inverse of to_json, also after a round through JSON text. Raises FormatError for
+        anything else.
+        """
         rows = {"interventions": Intervention, "tokens": TokenError, "lengths": LengthRow}
-        made = {name: tuple(row(**each) for each in entry[name]) for name, row in rows.items()}
-        return Diagnosis(**{**entry, **made})
+        try:
+            made = {name: tuple(row(**each) for each in entry[name]) for name, row in rows.items()}
+            return Diagnosis(**{**entry, **made})
+        except (LookupError, TypeError, AttributeError) as error:
+            raise FormatError(
+                f"This is not a diagnosis ({error!r}). Write it again with `trtllm-kvmap diagnose`."
+            ) from error
+
+    @staticmethod
+    def load(path: str | Path) -> Diagnosis:
+        """Raises FormatError when there is no diagnosis at ``path``."""
+        try:
+            entry = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise FormatError(f"{path} cannot be read as a diagnosis ({error}).") from error
+        return Diagnosis.from_json(entry)
 
 
 _TITLES = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from trtllm_kvmap.artifact.whole import write_text
-from trtllm_kvmap.errors import FormatError, UnprovenError
+from trtllm_kvmap.errors import FormatError, MismatchError, UnprovenError
+from trtllm_kvmap.evaluate.diagnosis import Diagnosis
+from trtllm_kvmap.evaluate.provenance import name_of
 
 FigureJson = dict[str, float | None]  # value, low and high, see bootstrap.Figure
 
@@ -45,6 +47,7 @@ class Report:
     config: dict[str, Any]
     fingerprints: dict[str, Any]
     kvmap: dict[str, Any]
+    diagnosis: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)}
@@ -53,12 +56,26 @@ class Report:
     def from_json(entry: Any) -> Report:
         """Raises FormatError for JSON that is no report of this version."""
         names = {f.name for f in fields(Report)}
-        if not isinstance(entry, dict) or set(entry) != names:
+        if not isinstance(entry, dict) or {"diagnosis", *entry} != names:
             raise FormatError(
-                f"This is not a report: it needs exactly the entries {', '.join(sorted(names))}. "
+                f"This is not a report: it needs exactly the entries {', '.join(sorted(names))} "
+                f"(diagnosis may be missing). "
                 f"Write it again with `trtllm-kvmap evaluate`."
             )
         return Report(**entry)
+
+    def with_diagnosis(self, diagnosis: Diagnosis) -> Report:
+        """The report with what was found wrong with its map. Raises MismatchError for a diagnosis
+        of another map.
+        """
+        ours, theirs = name_of(self.fingerprints, self.kvmap), diagnosis.config.get("map")
+        if ours != theirs:
+            raise MismatchError(
+                f"The report is of the map {ours} ({self.config['source']} to "
+                f"{self.config['target']}) and the diagnosis of {theirs}; diagnose the map that "
+                f"was evaluated."
+            )
+        return replace(self, diagnosis=diagnosis.to_json())
 
     def save(self, path: str | Path) -> None:
         """Write report.json, whole or not at all."""

@@ -15,6 +15,7 @@ from trtllm_kvmap.evaluate.controls import check_wrong_document, run_controls
 from trtllm_kvmap.evaluate.gates import Gates, judge_gates
 from trtllm_kvmap.evaluate.items import Item, require_unseen
 from trtllm_kvmap.evaluate.kv_error import KvError
+from trtllm_kvmap.evaluate.provenance import provenance
 from trtllm_kvmap.evaluate.reading import Outcome, judge, read_item
 from trtllm_kvmap.evaluate.report import Report
 from trtllm_kvmap.evaluate.summary import (
@@ -179,7 +180,6 @@ def _report(
     chosen = figures[arm]
     lengths = [len(item.context) for item in items]
     settings = asdict(config)
-    kvmap = bridge.kvmap
     return Report(
         arms=figures,
         gap_recovered=chosen["gap_recovered"],
@@ -209,13 +209,5 @@ def _report(
             "num_items": len(items),
             "context_tokens": {"shortest": min(lengths), "longest": max(lengths)},
         },
-        fingerprints={
-            "source": kvmap.source_fingerprint.to_json(),
-            "target": kvmap.target_fingerprint.to_json(),
-        },
-        kvmap={
-            "scope": kvmap.scope,
-            "parameters": kvmap.num_parameters,
-            "fitted": kvmap.fitted,
-        },
+        **provenance(bridge.kvmap),
     )
