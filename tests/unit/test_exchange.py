@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 from exchange_cases import POISON, TOKEN_IDS, Sending, expected, make_pool, offer_of, target
 
 from trtllm_kvmap.errors import InputError, MismatchError, UnavailableError
+from trtllm_kvmap.exchange import send
 from trtllm_kvmap.exchange.block_pool import BlockPool
+from trtllm_kvmap.exchange.checksum import block_checksums
 from trtllm_kvmap.exchange.in_process import InProcessTransport
 from trtllm_kvmap.exchange.messages import Reason
 from trtllm_kvmap.exchange.receive import NotReceived, Received
@@ -36,6 +39,27 @@ def test_blocks_arrive_whole_in_order_and_nothing_else_changes() -> None:
     assert source.num_free == len(block_ids)
     assert landing.num_free == 7 - 1 - len(block_ids)
     assert received.offer.num_tokens == len(TOKEN_IDS)
+
+
+def test_batches_grow_so_that_the_target_begins_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    def noted(name: str, data: torch.Tensor, block_ids: Sequence[int]) -> tuple[int, ...]:
+        sizes.append(len(block_ids))
+        return block_checksums(name, data, block_ids)
+
+    source, landing = make_pool(5), make_pool(5)
+    monkeypatch.setattr(send, "block_checksums", noted)
+    for batch_bytes, wanted in ((8 << 20, [1, 2, 2]), (source.block_bytes, [1] * 5)):
+        sizes: list[int] = []
+        monkeypatch.setattr(send, "BATCH_BYTES", batch_bytes)
+        with target(landing) as (listener, receive):
+            offer, block_ids = offer_of(source, InProcessTransport()), source.take(5)
+            sending = Sending(listener.address, offer, source, block_ids)
+            sending.start()
+            received = receive()
+        assert isinstance(received, Received)
+        landing.give_back(received.block_ids)
+        assert sending.ended().reason is Reason.COMPLETE
+        assert sizes == wanted
 
 
 def test_no_room_is_refused_and_both_sides_hold_nothing() -> None:

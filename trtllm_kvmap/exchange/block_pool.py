@@ -15,6 +15,11 @@ from trtllm_kvmap.spec.layout import KvLayout, trtllm_layout
 _HUGE_PAGE = 2 << 20
 
 
+def pool_bytes(layout: KvLayout, dtype: str) -> int:
+    """Of all blocks of a pool together."""
+    return layout.num_blocks * layout.block_stride * DTYPE_BYTES[dtype]
+
+
 class BlockPool:
     """Blocks of one layout in one piece of memory, as ``data``: uint8 [num_blocks, block_bytes].
 
@@ -48,7 +53,7 @@ class BlockPool:
         self.layout, self.dtype = layout, dtype
         self.key_scale, self.value_scale = key_scale, value_scale
         self.block_bytes = layout.block_stride * DTYPE_BYTES[dtype]
-        size = layout.num_blocks * self.block_bytes
+        size = pool_bytes(layout, dtype)
         if data.dtype != torch.uint8 or data.numel() != size or not data.is_contiguous():
             raise MismatchError(
                 f"The pool needs {size} contiguous bytes for {layout.num_blocks} blocks of "
@@ -63,7 +68,7 @@ class BlockPool:
         """In host memory; in huge pages where the system gives them, because reading another
         process's small pages costs as much as the copy itself.
         """
-        size = layout.num_blocks * layout.block_stride * DTYPE_BYTES[dtype]
+        size = pool_bytes(layout, dtype)
         room = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             room.madvise(mmap.MADV_HUGEPAGE)

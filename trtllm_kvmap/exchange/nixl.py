@@ -131,6 +131,9 @@ class NixlReader:
                 raise TransferError(f"NIXL says {state}")
         return True
 
+    def checksums(self, transfer: Any) -> None:
+        return
+
     def close(self) -> None:
         for transfer in self._running:
             with suppress(Exception):  # the exchange has failed already

@@ -165,11 +165,23 @@ class _Exchange:
                 self._act(self.end.read_failed(str(error), time.monotonic()))
                 continue
             self._running.remove(entry)
+            checked = self._reader.checksums(transfer)
+            if checked is not None:
+                self._compare(blocks, checked)
+                continue
             self._checking.append((blocks, self._checker.submit(self._checksums, blocks)))
         while self._checking and self._checking[0][1].done():
-            blocks, checked = self._checking.pop(0)
-            intact = checked.result() == blocks.checksums
-            self._act(self.end.read_done(len(blocks.block_ids), intact, time.monotonic()))
+            blocks, checking = self._checking.pop(0)
+            failure = checking.exception()
+            if failure is None:
+                self._compare(blocks, checking.result())
+            else:
+                detail = f"a checksum could not be taken: {failure}"
+                self._act(self.end.read_failed(detail, time.monotonic()))
+
+    def _compare(self, blocks: Blocks, checksums: tuple[int, ...]) -> None:
+        intact = checksums == blocks.checksums
+        self._act(self.end.read_done(len(blocks.block_ids), intact, time.monotonic()))
 
     def _act(self, actions: list[Send | Read]) -> None:
         for action in actions:

@@ -19,7 +19,7 @@ from trtllm_kvmap.exchange.messages import (
 from trtllm_kvmap.exchange.source_end import Free, Send, SourceEnd, SourceState
 
 # Announced together: large enough to be worth a transfer, small enough to stay in the cores' cache
-# between checksum, copy and checksum.
+# between checksum, copy and checksum. The first ones are smaller, so that the target begins soon.
 BATCH_BYTES = 8 << 20
 ANSWER_SECONDS = 10.0
 POLL_SECONDS = 0.02
@@ -77,7 +77,8 @@ def send_blocks(
         if cancelled():
             act(end.cancel(time.monotonic()))
         if not part and end.announced < offer.num_blocks:  # also while the target still judges
-            part = block_ids[end.announced : end.announced + batch]
+            size = min(batch, end.announced + 1)
+            part = block_ids[end.announced : end.announced + size]
             checksums = block_checksums(offer.checksum, pool.data, part)
         if end.wants_blocks:
             act(end.ready(part, checksums))

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from trtllm_kvmap.errors import InputError, KvMapError
 from trtllm_kvmap.exchange.block_pool import BlockPool
 from trtllm_kvmap.exchange.messages import Address, Offer
+from trtllm_kvmap.spec.layout import KvLayout
 
 
 class TransferError(KvMapError):
@@ -30,8 +31,15 @@ class Reader(Protocol):
     def finished(self, transfer: Any) -> bool:
         """Whether it has landed; ask again when it has not. Raises TransferError when it failed."""
 
+    def checksums(self, transfer: Any) -> tuple[int, ...] | None:
+        """Of the blocks that landed, when the reader took them while it copied; None: it did not,
+        and the caller takes them. Once per transfer, after ``finished``.
+        """
+
     def close(self) -> None:
-        """Forget what belongs to this offer alone."""
+        """Forget what belongs to this offer alone. Nothing of this process writes into the landing
+        pool after it.
+        """
 
 
 class Transport(Protocol):
@@ -51,6 +59,7 @@ class Transport(Protocol):
 _LEAVES = {
     "in_process": "InProcessTransport",
     "nixl": "NixlTransport",
+    "shared_memory": "SharedMemoryTransport",
     "cuda_ipc": "CudaIpcTransport",
 }
 
@@ -65,3 +74,15 @@ def make_transport(name: str) -> Transport:
         import_module(f"trtllm_kvmap.exchange.{name}"), _LEAVES[name]
     )
     return leaf()
+
+
+def allocate_pool(name: str, layout: KvLayout, dtype: str) -> BlockPool:
+    """A source's pool in host memory, of the kind that the transport ``name`` can expose. Raises
+    UnavailableError.
+    """
+    if name == "shared_memory":
+        pool: BlockPool = import_module("trtllm_kvmap.exchange.shared_memory").SharedPool(
+            layout, dtype
+        )
+        return pool
+    return BlockPool.allocate(layout, dtype)

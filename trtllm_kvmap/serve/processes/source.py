@@ -12,18 +12,20 @@ from trtllm_kvmap.exchange.block_pool import BlockPool
 from trtllm_kvmap.exchange.channel import connect
 from trtllm_kvmap.exchange.messages import Offer
 from trtllm_kvmap.exchange.send import ANSWER_SECONDS, send_blocks
-from trtllm_kvmap.exchange.transport import make_transport
+from trtllm_kvmap.exchange.transport import allocate_pool, make_transport
 from trtllm_kvmap.models import load_model
 from trtllm_kvmap.serve.processes.work import PairSettings, ReadAndOffer
-from trtllm_kvmap.spec.layout import trtllm_layout
+from trtllm_kvmap.spec.layout import KvLayout, trtllm_layout
 
 log = logging.getLogger(__name__)
+POOL_DTYPE = "float32"
 
 
 def run_source(front: Connection, settings: PairSettings) -> None:
     """Until the front closes its pipe."""
     source = load_model(settings.source)
-    pool = make_pool(source.spec.kv_shape, settings)
+    layout = pool_layout(source.spec.kv_shape, settings)
+    pool = allocate_pool(settings.transport, layout, POOL_DTYPE)
     transport = make_transport(settings.transport)
     exposed = transport.expose(pool)
     front.send("ready")
@@ -50,13 +52,10 @@ def run_source(front: Connection, settings: PairSettings) -> None:
         ).start()
 
 
-def make_pool(kv_shape: tuple[int, int, int], settings: PairSettings) -> BlockPool:
-    """Room for the source's blocks, float32: on its own side, and where they land on the
-    target's.
-    """
+def pool_layout(kv_shape: tuple[int, int, int], settings: PairSettings) -> KvLayout:
+    """Room for the source's blocks: on its own side, and where they land on the target's."""
     layers, heads, head_dim = kv_shape
-    layout = trtllm_layout(settings.num_blocks, layers, heads, settings.tokens_per_block, head_dim)
-    return BlockPool.allocate(layout, "float32")
+    return trtllm_layout(settings.num_blocks, layers, heads, settings.tokens_per_block, head_dim)
 
 
 def _offer(

@@ -14,7 +14,7 @@ from trtllm_kvmap.exchange.channel import Listener
 from trtllm_kvmap.exchange.receive import receive_blocks
 from trtllm_kvmap.exchange.transport import Transport, make_transport
 from trtllm_kvmap.models import RemoteModel, load_model
-from trtllm_kvmap.serve.processes.source import make_pool
+from trtllm_kvmap.serve.processes.source import POOL_DTYPE, pool_layout
 from trtllm_kvmap.serve.processes.work import Answer, Cancel, Failure, PairSettings, Question
 
 
@@ -42,7 +42,7 @@ class TargetWorker:
         # The source runs elsewhere; the map says which model it must be, and the offer proves it.
         source = RemoteModel(settings.source, kvmap.source, kvmap.source_fingerprint)
         self.bridge = KvBridge(kvmap, source=source, target=load_model(settings.target))
-        self.landing: BlockPool = make_pool(kvmap.source.kv_shape, settings)
+        self.landing = BlockPool.allocate(pool_layout(kvmap.source.kv_shape, settings), POOL_DTYPE)
         self.transports: dict[str, Transport] = {
             settings.transport: make_transport(settings.transport)
         }
