@@ -40,7 +40,7 @@ class Mutant:
 GEMM, TILE, STRIP = "groupedGemm.cuh", "finishTile.cuh", "stripRope.cuh"
 RESOLVE, COPY, HOST = "resolveTokens.cuh", "copyHeads.cuh", "mapKvCacheCuda.cu"
 CELLS, PACK, HOPPER = "cacheElements.cuh", "packMap.cpp", "groupedGemmHopper.cuh"
-FLOAT8, LAYOUT = "float8Weights.cuh", "packedMap.h"
+FLOAT8, LAYOUT, CLUSTER = "float8Weights.cuh", "packedMap.h", "clusterItems.cuh"
 
 MUTANTS = (
     # The ring of asynchronous copies.
@@ -168,8 +168,8 @@ MUTANTS = (
     ),
     Mutant(
         GEMM,
-        "item.firstRow = rowTile * tileRows;",
-        "item.firstRow = 0;",
+        "index % args.numRowTiles * tileRows, rest",
+        "0, rest",
         "every row tile is the first",
     ),
     Mutant(
@@ -401,7 +401,7 @@ MUTANTS = (
     # Hopper.
     Mutant(
         HOPPER,
-        "            mbarrierWait(ring.full(place.stage), place.parity);\n",
+        "        mbarrierWait(ring.full(place.stage), place.parity);\n",
         "",
         "multiplies a stage before its boxes have landed",
     ),
@@ -413,16 +413,10 @@ MUTANTS = (
     ),
     Mutant(
         HOPPER,
-        "mbarrierWait(ring.drained(), (items & 1) ^ 1);",
-        "",
-        "the next item's boxes land in a staging tile that is still being written out",
-    ),
-    Mutant(
-        HOPPER,
-        "if (speaks && block > item.firstBlock)\n            {\n"
-        "                mbarrierArrive(ring.empty(last));",
-        "if (speaks && block > item.firstBlock)\n            {\n"
-        "                mbarrierArrive(ring.empty(place.stage));",
+        "if (speaks && block > work.firstBlock)\n        {\n"
+        "            releaseStage(ring, last, rank);",
+        "if (speaks && block > work.firstBlock)\n        {\n"
+        "            releaseStage(ring, place.stage, rank);",
         "gives back the stage whose products have just been started",
     ),
     Mutant(
@@ -433,21 +427,162 @@ MUTANTS = (
     ),
     Mutant(
         HOPPER,
-        "warpRow + 64 * p + 8 * h + lane / 4",
-        "warpRow + 16 * p + 8 * h + lane / 4",
+        "firstRow = warpRow + 64 * p + 8 * h;",
+        "firstRow = warpRow + 16 * p + 8 * h;",
         "epilogue row of the second product",
     ),
     Mutant(
         HOPPER,
-        "(columnBlock + 1) * group.kBlocks + block",
-        "(columnBlock + 1) * group.kBlocks",
-        "the second 64 columns always read the first block of K",
+        "(packed + n * group.kBlocks) * kBlockColumns",
+        "(packed + n) * kBlockColumns",
+        "the second 64 columns read the next block of K of the first",
     ),
     Mutant(
         HOPPER,
-        "within - ordinal * width,",
-        "0,",
+        "int32_t const column = within - ordinal * width;",
+        "int32_t const column = 0;",
         "every K-block is the first of its slice",
+    ),
+    # Hopper: two blocks that share.
+    Mutant(
+        HOPPER,
+        "    mbarrierArriveCluster(mapShared(ring.empty(stage), rank ^ 1));\n",
+        "",
+        "the other block is not told that a stage has been read here",
+    ),
+    Mutant(
+        HOPPER,
+        "mapShared(ring.empty(stage), rank ^ 1)",
+        "mapShared(ring.empty(stage), rank)",
+        "the other block's arrival goes to the own barrier",
+    ),
+    Mutant(
+        HOPPER,
+        "    mbarrierArrive(ring.empty(stage));\n",
+        "",
+        "the own copies are not told that a stage has been read",
+    ),
+    Mutant(
+        HOPPER,
+        "mbarrierInit(ring.empty(s), kClusterBlocks * HopperShape::kWarpgroups);",
+        "mbarrierInit(ring.empty(s), HopperShape::kWarpgroups);",
+        "half of the four warpgroups are enough to overwrite a stage in both blocks",
+    ),
+    Mutant(
+        HOPPER,
+        "constexpr uint16_t kBOTH = (1 << kClusterBlocks) - 1;",
+        "uint16_t const kBOTH = 1 << rank;",
+        "mask: what is shared goes to the own block alone",
+    ),
+    Mutant(
+        HOPPER,
+        "constexpr uint16_t kBOTH = (1 << kClusterBlocks) - 1;",
+        "uint16_t const kBOTH = 2 >> rank;",
+        "mask: what is shared goes to the other block alone",
+    ),
+    Mutant(
+        HOPPER,
+        "kBOTH = (1 << kClusterBlocks) - 1;",
+        "kBOTH = (2 << kClusterBlocks) - 1;",
+        "mask: a third block, which is not there",
+    ),
+    Mutant(
+        HOPPER,
+        "mbarrierArriveExpectBytes(full, HopperShape::kInputBytes + numBlocks",
+        "mbarrierArriveExpectBytes(full, (item.sharesInputs ? HopperShape::kBoxBytes : "
+        "HopperShape::kInputBytes) + numBlocks",
+        "the half of the inputs that the other block copies is not waited for",
+    ),
+    Mutant(
+        HOPPER,
+        "mbarrierArriveExpectBytes(full, HopperShape::kInputBytes + numBlocks *",
+        "mbarrierArriveExpectBytes(full, HopperShape::kInputBytes + 2 *",
+        "waits for the bytes of a second 64 columns that the group does not have",
+    ),
+    Mutant(
+        HOPPER,
+        "row + rank * HopperShape::kBoxRows, full,",
+        "row, full,",
+        "both blocks copy the upper half of the inputs",
+    ),
+    Mutant(
+        HOPPER,
+        "tmaMulticast2D(stage + rank * HopperShape::kBoxBytes, inputs",
+        "tmaMulticast2D(stage, inputs",
+        "both halves of the inputs land in one place",
+    ),
+    Mutant(
+        HOPPER,
+        "(packed + rank * group.kBlocks) * kBlockColumns",
+        "packed * kBlockColumns",
+        "both blocks copy the first 64 columns of shared weights",
+    ),
+    Mutant(
+        HOPPER,
+        "if (rank < numBlocks)",
+        "if (numBlocks == 2)",
+        "a tile of 64 columns gets no weights where they are shared",
+    ),
+    Mutant(
+        CLUSTER,
+        "right < args.numTiles && args.tiles[left].group == args.tiles[right].group;",
+        "right < args.numTiles;",
+        "tiles of two groups share inputs that only one of them reads",
+    ),
+    Mutant(
+        CLUSTER,
+        "left + step / (steps / 2)",
+        "left",
+        "of two tiles that share nothing the second is never multiplied",
+    ),
+    Mutant(
+        CLUSTER,
+        "return (args.numRowTiles + 1) / 2 * 2;",
+        "return args.numRowTiles / 2 * 2 + 2 * (args.numRowTiles < 2);",
+        "the last of an odd number of row tiles is left out",
+    ),
+    Mutant(
+        CLUSTER,
+        "item.exists = rowTile < args.numRowTiles;",
+        "item.exists = true;",
+        "a block without a row tile writes out what it does not have",
+    ),
+    Mutant(
+        HOPPER,
+        "syncCluster(); // the other block's mbarriers are there too",
+        "__syncthreads();",
+        "copies to a block whose mbarriers may not be there yet",
+    ),
+    Mutant(
+        HOPPER,
+        "    syncCluster(); // until then the other block arrives here\n",
+        "",
+        "a block ends while the other still arrives at its barriers",
+    ),
+    # Hopper: rows that leave through a warp's own staging.
+    Mutant(
+        HOPPER,
+        "            __syncwarp();\n            scatterTile<",
+        "            scatterTile<",
+        "rows are written before every lane has staged them",
+    ),
+    Mutant(
+        HOPPER,
+        "            __syncwarp(); // the next rows take their place\n",
+        "",
+        "the next rows are staged over those still being written",
+    ),
+    Mutant(
+        HOPPER,
+        "thread / 32 * HopperShape::kWarpStagingBytes",
+        "thread / 64 * HopperShape::kWarpStagingBytes",
+        "two warps stage in one place",
+    ),
+    Mutant(
+        HOPPER,
+        "shared + HopperShape::kRingBytes + thread",
+        "shared + thread",
+        "staging in the ring, where the next item's boxes land",
     ),
 )
 
@@ -467,6 +602,7 @@ def run_checks(library_path: Path) -> str:
             *t.FLOAT8_WEIGHTS,
             t.LONG_K,
             t.TWO_TILES,
+            t.TILE_PAIRS,
             t.HEADS_OF_128,
             t.COPY_PARTIAL,
         )
@@ -499,6 +635,8 @@ def run_checks(library_path: Path) -> str:
         ("many-inputs", {"variant": t.HOPPER}),
         ("two-row-tiles", {"variant": t.HOPPER}),
         ("source-heads-of-128", {"variant": t.HOPPER}),
+        ("pooled-with-own-layer-0", {"variant": t.HOPPER}),
+        ("tile-pairs", {"variant": t.HOPPER}),
     ]
     library = load(library_path)
     for seed in (1, 2):

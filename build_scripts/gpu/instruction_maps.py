@@ -2,9 +2,10 @@
 
     python build_scripts/gpu/instruction_maps.py [--json FILE]
 
-The same sources (tests/cpp/emulator_primitives.cu, on a Hopper card emulator_hopper.cu too) are
-built by nvcc for this card and by g++ for the emulator; both get the same inputs. Factors are small
-integers, whose sums are exact in any order, so every output must be equal bit by bit.
+The same sources (tests/cpp/emulator_primitives.cu, on a Hopper card emulator_hopper.cu and
+emulator_cluster.cu too) are built by nvcc for this card and by g++ for the emulator; both get the
+same inputs. Factors are small integers, whose sums are exact in any order, so every output must be
+equal bit by bit.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from emulator_library import Library  # noqa: E402
 from gpu.card import architecture  # noqa: E402
 
 SOURCE = ROOT / "tests" / "cpp" / "emulator_primitives.cu"
-HOPPER_SOURCE = ROOT / "tests" / "cpp" / "emulator_hopper.cu"
+HOPPER_SOURCES = [ROOT / "tests" / "cpp" / f"emulator_{name}.cu" for name in ("hopper", "cluster")]
 HOPPER = "90a"
 BUILD = ROOT / "build" / "acceptance"
 ROUNDS = 16
@@ -144,13 +145,29 @@ def check_tma(hardware: Machine, emulator: Machine, random: np.random.Generator)
     return same
 
 
+def check_multicast(hardware: Machine, emulator: Machine, random: np.random.Generator) -> bool:
+    """Ranks in clusters of two and four, and what each block finds of what all of them copied."""
+    same = True
+    clusters, steps = 3, 5
+    for blocks in (2, 4):
+        tensor = random.integers(0, 2**16, (steps * blocks * 16, 64)).astype(np.uint16)
+        outputs = [np.zeros((clusters * blocks, *tensor.shape), np.uint16) for _ in range(2)]
+        ranks = [np.full(clusters * blocks, -1, np.int32) for _ in range(2)]
+        for machine, rank, out in zip((hardware, emulator), ranks, outputs, strict=True):
+            require(
+                machine.call("runMulticast", 0, blocks, clusters, steps, tensor.copy(), rank, out)
+            )
+        same &= np.array_equal(*outputs) and np.array_equal(*ranks)
+    return same
+
+
 def require(sentence: str) -> None:
     if sentence:
         raise RuntimeError(sentence)
 
 
 CHECKS = {"mma": check_mma, "ldmatrix": check_ldmatrix, "cp.async": check_cp_async}
-HOPPER_CHECKS = {"wgmma": check_wgmma, "tma": check_tma}
+HOPPER_CHECKS = {"wgmma": check_wgmma, "tma": check_tma, "multicast": check_multicast}
 
 
 def compare(hardware: Machine, emulator: Machine, hopper: bool) -> dict[str, bool]:
@@ -169,12 +186,12 @@ def main() -> int:
     options = parser.parse_args()
     card = architecture()
     hopper = card == HOPPER
-    sources = [SOURCE, HOPPER_SOURCE] if hopper else [SOURCE]
+    sources = [SOURCE, *HOPPER_SOURCES] if hopper else [SOURCE]
     emulator = Library(shared_object("primitives", sources))
     findings = compare(Hardware(card, sources), emulator, hopper)
     print(findings)
     if not hopper:
-        print(f"wgmma and TMA boxes are Hopper's; this card is {card}")
+        print(f"wgmma, TMA boxes and clusters are Hopper's; this card is {card}")
     if options.json:
         options.json.write_text(json.dumps(findings))
     return 0 if all(findings.values()) else 1

@@ -1,6 +1,6 @@
 // cp.async: per-thread queues of copies, in groups.
 
-#include "emulator/block.h"
+#include "emulator/cluster.h"
 #include "emulator/sanitizer.h"
 #include "emulator/warp.h"
 
@@ -31,13 +31,13 @@ void perform(AsyncCopy const& copy)
 void asyncCopy16(std::uint32_t destination, void const* source, bool valid)
 {
     Block& block = *Block::current();
-    Thread& thread = block.running();
+    Thread& thread = block.cluster().running();
     unsigned char* const bytes = sharedBytes(destination, kBYTES, kBYTES, "cp.async");
     if (valid)
     {
         checkGlobal(source, kBYTES, "cp.async");
     }
-    ++block.statistics.asyncCopies;
+    ++block.statistics().asyncCopies;
     AsyncCopy const copy { bytes, source, valid, thread.openGroup };
     switch (block.options().asyncCopies)
     {
@@ -69,13 +69,13 @@ bool wholeOrNothing(std::uint32_t sourceBytes)
 
 void asyncCommit()
 {
-    ++Block::current()->running().openGroup;
+    ++Block::current()->cluster().running().openGroup;
 }
 
 void asyncWait(int pendingGroups)
 {
     Block& block = *Block::current();
-    Thread& thread = block.running();
+    Thread& thread = block.cluster().running();
     bool const performed = block.options().asyncCopies == AsyncCopies::kAT_ISSUE;
     std::size_t kept = 0;
     for (std::size_t i = 0; i < thread.copies.size(); ++i)

@@ -1,5 +1,6 @@
 #include "emulator/block.h"
 
+#include "emulator/cluster.h"
 #include "emulator/sanitizer.h"
 
 #include <sys/mman.h>
@@ -11,12 +12,8 @@
 namespace trtllm_kvmap::emulator
 {
 
-__thread ThreadContext* tThread = nullptr;
-
 namespace
 {
-
-__thread Block* tBlock = nullptr;
 
 constexpr std::size_t kPAGE = 4096;
 constexpr std::size_t kMARGIN = 1024; //!< on both sides of shared memory
@@ -24,20 +21,9 @@ constexpr unsigned char kPOISON = 0xff; //!< NaN in bf16, fp16, fp8 and float32
 constexpr unsigned char kMARGIN_BYTE = 0xa5; //!< what a write out of range would change
 constexpr std::size_t kMAX_ASYNC_COPIES = 512; //!< in flight per thread
 
-//! All threads of a launch have ended before what the host does next; not part of a block's memory.
-char gEndOfThreads;
-
 std::size_t roundUp(std::size_t value, std::size_t unit)
 {
     return (value + unit - 1) / unit * unit;
-}
-
-std::uint64_t mix(std::uint64_t value) // splitmix64
-{
-    value += 0x9e3779b97f4a7c15ULL;
-    value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9ULL;
-    value = (value ^ (value >> 27)) * 0x94d049bb133111ebULL;
-    return value ^ (value >> 31);
 }
 
 } // namespace
@@ -74,40 +60,58 @@ char const* name(Collective collective)
 
 Block* Block::current()
 {
-    return tBlock;
+    return tThread == nullptr ? nullptr : static_cast<Thread*>(tThread)->block;
 }
 
-Block::Block(Options const& options, dim3 grid, dim3 shape, std::size_t sharedBytes, void (*body)(void const*),
-    void const* arguments)
-    : mOptions(options)
+Block::Block(Cluster& cluster, std::uint32_t rank, std::uint32_t clusterBlocks, dim3 grid, dim3 shape, std::size_t sharedBytes)
+    : threads(static_cast<std::size_t>(shape.x * shape.y * shape.z))
+    , mCluster(cluster)
+    , mRank(rank)
     , mGrid(grid)
-    , mShape(shape)
-    , mNumThreads(static_cast<int>(shape.x * shape.y * shape.z))
-    , mBody(body)
-    , mArguments(arguments)
+    , mNumThreads(static_cast<int>(threads.size()))
     , mSharedBytes(sharedBytes)
-    , mThreads(static_cast<std::size_t>(mNumThreads))
-    , mReady(static_cast<std::size_t>(mNumThreads))
 {
     for (int i = 0; i < mNumThreads; ++i)
     {
-        Thread& thread = mThreads[static_cast<std::size_t>(i)];
+        Thread& thread = threads[static_cast<std::size_t>(i)];
         auto const linear = static_cast<unsigned>(i);
+        thread.block = this;
         thread.linear = i;
         thread.threadIndex = uint3 { linear % shape.x, linear / shape.x % shape.y, linear / (shape.x * shape.y) };
         thread.blockShape = shape;
         thread.gridShape = grid;
+        thread.clusterRank = rank;
+        thread.clusterBlocks = clusterBlocks;
         // Never grows: under TSan, memory that fibers share unseen must not move through memmove.
         thread.copies.reserve(kMAX_ASYNC_COPIES);
     }
-    adoptHostStack(mHost);
     mapMemory();
 }
 
 Block::~Block()
 {
-    acquireOrder(&gEndOfThreads);
     unmapMemory();
+}
+
+Options const& Block::options() const
+{
+    return mCluster.options();
+}
+
+std::uint64_t Block::random()
+{
+    return mCluster.random();
+}
+
+Statistics& Block::statistics()
+{
+    return mCluster.statistics;
+}
+
+std::string Block::place() const
+{
+    uint3 const index = threads[0].blockIndex;
+    return "block (" + std::to_string(index.x) + ", " + std::to_string(index.y) + ", " + std::to_string(index.z) + ")";
 }
 
 void Block::mapMemory()
@@ -126,7 +130,7 @@ void Block::mapMemory()
     mShared = mMemory + kPAGE + kMARGIN;
     for (int i = 0; i < mNumThreads; ++i)
     {
-        Fiber& fiber = mThreads[static_cast<std::size_t>(i)].fiber;
+        Fiber& fiber = threads[static_cast<std::size_t>(i)].fiber;
         fiber.stack = mMemory + kPAGE + sharedArea + static_cast<std::size_t>(i) * stackBytes;
         fiber.stackBytes = stackBytes;
     }
@@ -178,35 +182,7 @@ std::string Block::checkMargins() const
     return {};
 }
 
-void Block::start(std::uint64_t index)
-{
-    uint3 const blockIndex { static_cast<unsigned>(index % mGrid.x), static_cast<unsigned>(index / mGrid.x % mGrid.y),
-        static_cast<unsigned>(index / (static_cast<std::uint64_t>(mGrid.x) * mGrid.y)) };
-    mRandom = mix(mix(mOptions.seed) + index) | 1;
-    mNumReady = 0;
-    mNumAlive = mNumThreads;
-    mFailed = false;
-    mGatherings.fill({});
-    mBarriers.fill({});
-    mWarpgroups.fill({});
-    numMbarriers = 0;
-    numTensorCopies = 0;
-    poisonShared();
-    for (Thread& thread : mThreads)
-    {
-        constexpr std::size_t kSTAGGER = 192;
-        constexpr std::size_t kSTAGGERED = 61;
-        thread.blockIndex = blockIndex;
-        thread.collective = Collective::kNONE;
-        thread.copies.clear();
-        thread.openGroup = 0;
-        prepareFiber(
-            thread.fiber, &Block::threadEntry, static_cast<std::size_t>(thread.linear) % kSTAGGERED * kSTAGGER);
-        makeReady(thread);
-    }
-}
-
-std::string Block::run(std::uint64_t index)
+void Block::start(std::uint64_t index, void (*entry)())
 {
     if (underTsan())
     {
@@ -215,41 +191,34 @@ std::string Block::run(std::uint64_t index)
         unmapMemory();
         mapMemory();
     }
-    start(index);
-    tBlock = this;
-    mRunning = next();
-    tThread = mRunning;
-    ++statistics.switches;
-    switchFiber(mHost, mRunning->fiber, false);
-    tBlock = nullptr;
-    tThread = nullptr;
+    uint3 const blockIndex { static_cast<unsigned>(index % mGrid.x), static_cast<unsigned>(index / mGrid.x % mGrid.y),
+        static_cast<unsigned>(index / (static_cast<std::uint64_t>(mGrid.x) * mGrid.y)) };
+    numAlive = mNumThreads;
+    mWarpGatherings.fill({});
+    mWarpgroupGatherings.fill({});
+    mBarriers.fill({});
+    mWarpgroups.fill({});
+    numMbarriers = 0;
+    poisonShared();
+    for (Thread& thread : threads)
+    {
+        constexpr std::size_t kSTAGGER = 192;
+        constexpr std::size_t kSTAGGERED = 61;
+        thread.blockIndex = blockIndex;
+        thread.clusterRound = -1;
+        thread.copies.clear();
+        thread.openGroup = 0;
+        prepareFiber(thread.fiber, entry, static_cast<std::size_t>(thread.linear) % kSTAGGERED * kSTAGGER);
+        mCluster.makeReady(thread);
+    }
+}
 
-    std::string error;
-    if (mFailed)
-    {
-        acquireOrder(&mFailed);
-        error = mError;
-    }
-    else if (mNumAlive > 0)
-    {
-        uint3 const block = mThreads[0].blockIndex;
-        error = "block (" + std::to_string(block.x) + ", " + std::to_string(block.y) + ", " + std::to_string(block.z)
-            + "): deadlock, nobody can go on: " + describeWait() + ".";
-    }
-    else if (numTensorCopies > 0)
-    {
-        error = "the block ends with " + std::to_string(numTensorCopies)
-            + " TMA copies in flight; nobody waited for their mbarrier";
-    }
-    else
-    {
-        error = checkMargins();
-    }
-    for (Thread& thread : mThreads)
+void Block::discardFibers()
+{
+    for (Thread& thread : threads)
     {
         discardFiber(thread.fiber);
     }
-    return error;
 }
 
 std::string Block::describeWait() const
@@ -266,6 +235,8 @@ std::string Block::describeWait() const
             return "at barrier " + std::to_string(thread.barrier);
         case Thread::State::kAT_MBARRIER:
             return "at the mbarrier at shared address " + std::to_string(thread.mbarrier - kSHARED_BASE);
+        case Thread::State::kAT_CLUSTER_BARRIER:
+            return "at barrier.cluster";
         case Thread::State::kENDED:
             return "ended";
         case Thread::State::kREADY:
@@ -273,15 +244,15 @@ std::string Block::describeWait() const
         }
         return "ready";
     };
-    for (std::size_t first = 0; first < mThreads.size();)
+    for (std::size_t first = 0; first < threads.size();)
     {
         std::size_t last = first;
-        while (last + 1 < mThreads.size() && place(mThreads[last + 1]) == place(mThreads[first]))
+        while (last + 1 < threads.size() && place(threads[last + 1]) == place(threads[first]))
         {
             ++last;
         }
         text += (text.empty() ? "threads " : "; threads ") + std::to_string(first) + "-" + std::to_string(last) + " "
-            + place(mThreads[first]);
+            + place(threads[first]);
         first = last + 1;
         if (text.size() > 300)
         {
@@ -289,138 +260,6 @@ std::string Block::describeWait() const
         }
     }
     return text;
-}
-
-void Block::fail(char const* format, std::va_list arguments)
-{
-    Thread const& thread = *mRunning;
-    uint3 const b = thread.blockIndex;
-    uint3 const t = thread.threadIndex;
-    int const used = std::snprintf(
-        mError, sizeof(mError), "block (%u, %u, %u) thread (%u, %u, %u): ", b.x, b.y, b.z, t.x, t.y, t.z);
-    std::vsnprintf(mError + used, sizeof(mError) - static_cast<std::size_t>(used), format, arguments);
-    mFailed = true;
-    releaseOrder(&mFailed);
-    switchTo(mHost, true);
-    std::abort(); // nobody switches back to a block that failed
-}
-
-void Block::threadEntry()
-{
-    arrivedOnFiber();
-    Block& block = *tBlock;
-    block.mBody(block.mArguments);
-    Thread& thread = block.running();
-    if (!thread.copies.empty())
-    {
-        emulator::fail(
-            "the thread ends with %zu cp.async in flight; a cp.async.wait_group is missing", thread.copies.size());
-    }
-    if (!block.warpgroup(thread).products.empty())
-    {
-        emulator::fail("the thread ends with a wgmma in flight; a wgmma.wait_group is missing");
-    }
-    releaseOrder(&gEndOfThreads);
-    thread.state = Thread::State::kENDED;
-    --block.mNumAlive;
-    block.reschedule();
-    std::abort(); // nobody switches back to a thread that has ended
-}
-
-std::uint64_t Block::random() // xorshift64
-{
-    mRandom ^= mRandom << 13;
-    mRandom ^= mRandom >> 7;
-    mRandom ^= mRandom << 17;
-    return mRandom;
-}
-
-void Block::makeReady(Thread& thread)
-{
-    thread.state = Thread::State::kREADY;
-    thread.collective = Collective::kNONE;
-    mReady[static_cast<std::size_t>(mNumReady++)] = thread.linear;
-}
-
-void Block::landTensorCopies()
-{
-    // In any order; the late ones, half of them, when nobody can go on without, the others at any time before.
-    constexpr unsigned kSELDOM = 8;
-    bool const poisoned = mOptions.asyncCopies == AsyncCopies::kPOISONED;
-    while (numTensorCopies > 0 && mNumAlive > 0 && (mNumReady == 0 || (poisoned && random() % kSELDOM == 0)))
-    {
-        auto const chosen = static_cast<int>(random() % static_cast<unsigned>(numTensorCopies));
-        if (mNumReady == 0 || !tensorCopies[static_cast<std::size_t>(chosen)].late)
-        {
-            landTensorCopy(*this, chosen);
-        }
-    }
-}
-
-Thread* Block::next()
-{
-    landTensorCopies();
-    if (mNumReady == 0)
-    {
-        return nullptr;
-    }
-    std::size_t chosen = 0;
-    auto const numReady = static_cast<std::size_t>(mNumReady);
-    if (mOptions.order == ThreadOrder::kRANDOM)
-    {
-        chosen = random() % numReady;
-    }
-    else
-    {
-        bool const lowest = mOptions.order == ThreadOrder::kIN_ORDER;
-        for (std::size_t i = 1; i < numReady; ++i)
-        {
-            if ((mReady[i] < mReady[chosen]) == lowest)
-            {
-                chosen = i;
-            }
-        }
-    }
-    Thread* const thread = &mThreads[static_cast<std::size_t>(mReady[chosen])];
-    mReady[chosen] = mReady[numReady - 1];
-    --mNumReady;
-    return thread;
-}
-
-void Block::switchTo(Fiber& to, bool runningEnds)
-{
-    ++statistics.switches;
-    switchFiber(mRunning->fiber, to, runningEnds);
-}
-
-void Block::reschedule()
-{
-    Thread* const self = mRunning;
-    Thread* const other = next();
-    if (other == self)
-    {
-        return;
-    }
-    bool const ends = self->state == Thread::State::kENDED;
-    if (other == nullptr)
-    {
-        switchTo(mHost, ends); // all have ended, or nobody can go on: run() tells which
-        std::abort();
-    }
-    ++statistics.switches;
-    mRunning = other;
-    tThread = other;
-    switchFiber(self->fiber, other->fiber, ends);
-}
-
-void Block::share()
-{
-    if (mOptions.order == ThreadOrder::kRANDOM && (random() & 1) != 0)
-    {
-        return; // going on at once is one of the possible orders, and saves a switch
-    }
-    makeReady(*mRunning);
-    reschedule();
 }
 
 void* Block::token(int index, unsigned generation) const
@@ -431,26 +270,26 @@ void* Block::token(int index, unsigned generation) const
 
 bool Block::waitForMbarrier(std::uint32_t address)
 {
-    Thread& self = *mRunning;
-    if (mOptions.order == ThreadOrder::kRANDOM && (random() & 1) != 0)
+    Thread& self = mCluster.running();
+    if (options().order == ThreadOrder::kRANDOM && (random() & 1) != 0)
     {
-        makeReady(self);
-        reschedule();
+        mCluster.makeReady(self);
+        mCluster.reschedule();
         return false;
     }
     self.state = Thread::State::kAT_MBARRIER;
     self.mbarrier = address;
-    reschedule();
+    mCluster.reschedule();
     return true;
 }
 
 void Block::wakeMbarrierWaiters(std::uint32_t address)
 {
-    for (Thread& thread : mThreads)
+    for (Thread& thread : threads)
     {
         if (thread.state == Thread::State::kAT_MBARRIER && thread.mbarrier == address)
         {
-            makeReady(thread);
+            mCluster.makeReady(thread);
         }
     }
 }
@@ -460,6 +299,11 @@ void* Block::mbarrierToken(Mbarrier const& mbarrier, std::uint32_t phase) const
     return token(kNUM_BARRIERS + kMAX_THREADS / kWARP + mbarrier.slot, phase);
 }
 
+void* Block::clusterToken(unsigned round) const
+{
+    return token(kNUM_BARRIERS + kMAX_THREADS / kWARP + kMAX_MBARRIERS, round);
+}
+
 void* Block::mbarrierToken(Mbarrier const& mbarrier) const
 {
     return mbarrierToken(mbarrier, mbarrier.phase);
@@ -467,14 +311,16 @@ void* Block::mbarrierToken(Mbarrier const& mbarrier) const
 
 void Block::gather(Collective collective, int size, void* operands, void (*execute)(Block&, Thread*))
 {
-    Thread& self = *mRunning;
+    Thread& self = mCluster.running();
     int const first = self.linear / size * size;
     if (first + size > mNumThreads)
     {
         emulator::fail("%s needs groups of %d threads; the block has %d", name(collective), size, mNumThreads);
     }
-    Thread* const group = &mThreads[static_cast<std::size_t>(first)];
-    Gathering& gathering = mGatherings[static_cast<std::size_t>(first / kWARP)];
+    Thread* const group = &threads[static_cast<std::size_t>(first)];
+    // One warp of a warpgroup may still be on its own while others wait for it.
+    auto& gatherings = size == kWARP ? mWarpGatherings : mWarpgroupGatherings;
+    Gathering& gathering = gatherings[static_cast<std::size_t>(first / kWARP)];
     if (gathering.arrived > 0 && gathering.collective != collective)
     {
         emulator::fail("divergence: this thread is at %s, others of its group are at %s", name(collective),
@@ -503,16 +349,16 @@ void Block::gather(Collective collective, int size, void* operands, void (*execu
         {
             if (&group[i] != &self)
             {
-                makeReady(group[i]);
+                mCluster.makeReady(group[i]);
             }
         }
         self.collective = Collective::kNONE;
-        share();
+        mCluster.share();
     }
     else
     {
         self.state = Thread::State::kAT_COLLECTIVE;
-        reschedule();
+        mCluster.reschedule();
     }
     if (ordersMemory)
     {
@@ -540,14 +386,14 @@ void Block::arrive(int id, int count)
     barrier.expected = count;
     if (++barrier.arrived == count)
     {
-        ++statistics.barriers;
+        ++statistics().barriers;
         barrier.arrived = 0;
         ++barrier.generation;
-        for (Thread& thread : mThreads)
+        for (Thread& thread : threads)
         {
             if (thread.state == Thread::State::kAT_BARRIER && thread.barrier == id)
             {
-                makeReady(thread);
+                mCluster.makeReady(thread);
             }
         }
     }
@@ -557,17 +403,17 @@ void Block::wait(int id, int count)
 {
     Barrier& barrier = mBarriers[static_cast<std::size_t>(id & (kNUM_BARRIERS - 1))];
     unsigned const generation = barrier.generation;
-    Thread& self = *mRunning;
+    Thread& self = mCluster.running();
     arrive(id, count);
     if (barrier.generation != generation)
     {
-        share();
+        mCluster.share();
     }
     else
     {
         self.state = Thread::State::kAT_BARRIER;
         self.barrier = id;
-        reschedule();
+        mCluster.reschedule();
     }
     acquireOrder(token(id, generation));
 }

@@ -1,6 +1,6 @@
 #pragma once
 
-// One block of CUDA threads on fibers: who runs next, who waits for whom, and the block's shared memory.
+// One block of CUDA threads on fibers: who waits for whom, and the block's shared memory. Who runs next: cluster.h.
 
 #include "emulator/fiber.h"
 #include "emulator/launch.h"
@@ -50,18 +50,6 @@ struct AsyncCopy
     std::uint32_t group;
 };
 
-//! A TMA box that has been issued and has not landed.
-struct TensorCopy
-{
-    unsigned char map[128];
-    unsigned char* shared;
-    std::int32_t coordinates[5];
-    std::uint32_t destination;
-    std::uint32_t mbarrier;
-    std::uint32_t bytes;
-    bool late; //!< lands when nobody can go on without it
-};
-
 struct Mbarrier
 {
     std::uint32_t address;
@@ -73,7 +61,6 @@ struct Mbarrier
 };
 
 constexpr int kMAX_MBARRIERS = 64;
-constexpr int kMAX_TENSOR_COPIES = 64;
 
 //! A wgmma that has been issued and not yet waited for.
 struct WarpgroupProduct
@@ -95,6 +82,9 @@ struct Warpgroup
     std::int64_t openGroup { 0 };
 };
 
+class Block;
+class Cluster;
+
 struct Thread : ThreadContext
 {
     enum class State : std::uint8_t
@@ -103,15 +93,18 @@ struct Thread : ThreadContext
         kAT_COLLECTIVE,
         kAT_BARRIER,
         kAT_MBARRIER,
+        kAT_CLUSTER_BARRIER,
         kENDED,
     };
 
     Fiber fiber;
+    Block* block { nullptr };
     State state { State::kREADY };
     Collective collective { Collective::kNONE };
     int barrier { 0 }; //!< that it waits at
     std::uint32_t mbarrier { 0 }; //!< that it waits at
     int linear { 0 }; //!< index in the block
+    std::int64_t clusterRound { -1 }; //!< of barrier.cluster, that it has arrived at and not waited for
     void* operands { nullptr }; //!< of the collective it is at
     std::vector<AsyncCopy> copies;
     std::uint32_t openGroup { 0 }; //!< number of the cp.async group not yet committed
@@ -135,22 +128,37 @@ struct Barrier
 class Block
 {
 public:
-    Block(Options const& options, dim3 grid, dim3 shape, std::size_t sharedBytes, void (*body)(void const*),
-        void const* arguments);
+    Block(Cluster& cluster, std::uint32_t rank, std::uint32_t clusterBlocks, dim3 grid, dim3 shape,
+        std::size_t sharedBytes);
     ~Block();
     Block(Block const&) = delete;
     Block& operator=(Block const&) = delete;
 
-    //! Run the block \p index of the grid to its end. Returns what went wrong, or nothing.
-    std::string run(std::uint64_t index);
+    //! Make it the block \p index of the grid: all threads at their beginning, all memory fresh.
+    void start(std::uint64_t index, void (*entry)());
 
-    //! The block that runs on this host thread, or nullptr.
+    //! What is wrong with a block whose threads have ended, or nothing.
+    std::string checkMargins() const;
+
+    //! Threads that have not ended, and where each of them waits.
+    std::string describeWait() const;
+
+    void discardFibers();
+
+    //! The block of the thread that runs on this host thread, or nullptr.
     static Block* current();
 
-    Thread& running()
+    Cluster& cluster()
     {
-        return *mRunning;
+        return mCluster;
     }
+
+    [[nodiscard]] std::uint32_t rank() const
+    {
+        return mRank;
+    }
+
+    [[nodiscard]] std::string place() const;
 
     //! Wait until all \p size threads of the running thread's group (a warp, a warpgroup) are at \p collective with
     //! their operands; the last one executes it for all.
@@ -167,6 +175,9 @@ public:
     void* mbarrierToken(Mbarrier const& mbarrier, std::uint32_t phase) const;
     void* mbarrierToken(Mbarrier const& mbarrier) const;
 
+    //! The same for barrier.cluster, of the cluster's first block.
+    void* clusterToken(unsigned round) const;
+
     Warpgroup& warpgroup(Thread const& thread)
     {
         return mWarpgroups[static_cast<std::size_t>(thread.linear / (4 * kWARP))];
@@ -174,11 +185,8 @@ public:
 
     std::array<Mbarrier, kMAX_MBARRIERS> mbarriers;
     int numMbarriers { 0 };
-    std::array<TensorCopy, kMAX_TENSOR_COPIES> tensorCopies;
-    int numTensorCopies { 0 };
-
-    //! End the block with a sentence.
-    [[noreturn]] void fail(char const* format, std::va_list arguments);
+    int numAlive { 0 };
+    std::vector<Thread> threads;
 
     unsigned char* shared() const
     {
@@ -190,40 +198,20 @@ public:
         return mSharedBytes;
     }
 
-    Options const& options() const
-    {
-        return mOptions;
-    }
-
+    Options const& options() const;
     std::uint64_t random();
-
-    Statistics statistics;
+    Statistics& statistics();
 
 private:
-    static void threadEntry();
-
     void mapMemory();
     void unmapMemory();
-    void start(std::uint64_t index);
-    void makeReady(Thread& thread);
-    Thread* next();
-    void landTensorCopies();
-    //! Let others run; the running thread has been made ready, or waits, or has ended.
-    void reschedule();
-    //! After the running thread has released others: who goes on is again a question of the order.
-    void share();
-    void switchTo(Fiber& to, bool runningEnds);
     void poisonShared();
-    std::string describeWait() const;
-    std::string checkMargins() const;
     void* token(int index, unsigned generation) const;
 
-    Options mOptions;
+    Cluster& mCluster;
+    std::uint32_t mRank;
     dim3 mGrid;
-    dim3 mShape;
     int mNumThreads;
-    void (*mBody)(void const*);
-    void const* mArguments;
 
     // One mapping: order tokens for TSan, a margin, shared memory, a margin, the stacks.
     unsigned char* mMemory { nullptr };
@@ -231,27 +219,17 @@ private:
     unsigned char* mShared { nullptr };
     std::size_t mSharedBytes;
 
-    std::vector<Thread> mThreads;
-    std::vector<int> mReady; //!< linear thread indices, unordered
-    int mNumReady { 0 };
-    int mNumAlive { 0 };
-    Thread* mRunning { nullptr };
-    Fiber mHost;
-    std::array<Gathering, kMAX_THREADS / kWARP> mGatherings; //!< by the first warp of the group
+    std::array<Gathering, kMAX_THREADS / kWARP> mWarpGatherings;
+    std::array<Gathering, kMAX_THREADS / kWARP> mWarpgroupGatherings; //!< by their first warp
     std::array<Barrier, kNUM_BARRIERS> mBarriers;
     std::array<Warpgroup, kMAX_THREADS / (4 * kWARP)> mWarpgroups;
-    std::uint64_t mRandom { 1 };
-    bool mFailed { false };
-    char mError[512] {};
 };
 
-//! An error if there is no mbarrier; what the running thread did before is then seen by those who wait for it.
-void checkMbarrier(std::uint32_t address, char const* instruction);
+//! The mbarrier at \p address of \p block; an error when there is none.
+Mbarrier& findMbarrier(Block& block, std::uint32_t address, char const* instruction);
 
-//! Bytes of a TMA copy have come.
+//! An arrival, or bytes of a TMA copy, have come.
+void arriveAt(Block& block, std::uint32_t address, char const* instruction);
 void completeMbarrierBytes(Block& block, std::uint32_t address, std::uint32_t bytes);
-
-//! The copy \p index of the block's copies in flight takes place.
-void landTensorCopy(Block& block, int index);
 
 } // namespace trtllm_kvmap::emulator

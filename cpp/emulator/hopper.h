@@ -1,6 +1,6 @@
 #pragma once
 
-// What sm_90a adds: mbarriers, TMA boxes, wgmma.
+// What sm_90a adds: clusters, mbarriers, TMA boxes, wgmma.
 
 #include "emulator/warp.h"
 
@@ -25,6 +25,13 @@ void expectMbarrierBytes(std::uint32_t address, std::uint32_t bytes);
 //! try_wait.parity: whether the phase of this parity is complete. Waits for it, or comes back early with false.
 bool tryWaitMbarrier(std::uint32_t address, std::uint32_t parity);
 
+//! mapa.shared::cluster: the same place in the shared memory of the block \p rank of the cluster.
+std::uint32_t mapShared(std::uint32_t address, std::uint32_t rank);
+
+//! mbarrier.arrive at an address of the cluster (mapShared). It comes some time later, before anything that
+//! barrier.cluster orders behind it.
+void arriveClusterMbarrier(std::uint32_t address);
+
 // ---- TMA ----------------------------------------------------------------------------------------------------------
 
 enum class Swizzle : int
@@ -46,6 +53,11 @@ char const* encodeTensorMap(CUtensorMap& map, int rank, int elementBytes, void* 
 //! cp.async.bulk.tensor of one box to shared memory; its bytes complete at \p mbarrier. \p coordinates innermost first.
 void copyTensorBox(std::uint32_t destination, CUtensorMap const* map, int rank, std::int32_t const* coordinates,
     std::uint32_t mbarrier);
+
+//! The same with .multicast::cluster: to the same places in every block of the cluster whose bit is set in \p blocks,
+//! each at its own moment.
+void multicastTensorBox(std::uint32_t destination, CUtensorMap const* map, int rank, std::int32_t const* coordinates,
+    std::uint32_t mbarrier, std::uint32_t blocks);
 
 // ---- wgmma --------------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 #include "emulator/launch.h"
 
-#include "emulator/block.h"
+#include "emulator/cluster.h"
 
 #include <algorithm>
 #include <atomic>
@@ -31,7 +31,7 @@ void add(Statistics& sum, Statistics const& part)
     sum.switches += part.switches;
 }
 
-std::string refusal(dim3 grid, dim3 block, std::size_t sharedBytes)
+std::string refusal(dim3 grid, std::uint32_t cluster, dim3 block, std::size_t sharedBytes)
 {
     std::uint64_t const threads = static_cast<std::uint64_t>(block.x) * block.y * block.z;
     if (threads == 0 || threads % kWARP != 0 || threads > kMAX_THREADS)
@@ -44,6 +44,11 @@ std::string refusal(dim3 grid, dim3 block, std::size_t sharedBytes)
         return "A grid of (" + std::to_string(grid.x) + ", " + std::to_string(grid.y) + ", " + std::to_string(grid.z)
             + ") blocks was asked for; every side must be at least 1, y and z at most 65535.";
     }
+    if (cluster == 0 || cluster > kMAX_CLUSTER || grid.x % cluster != 0)
+    {
+        return "Clusters of " + std::to_string(cluster) + " blocks were asked for in a grid " + std::to_string(grid.x)
+            + " wide; a cluster has 1 to " + std::to_string(kMAX_CLUSTER) + " blocks, and divides the grid.";
+    }
     if (sharedBytes > kMAX_SHARED)
     {
         return std::to_string(sharedBytes) + " bytes of shared memory were asked for; a block has at most "
@@ -52,10 +57,10 @@ std::string refusal(dim3 grid, dim3 block, std::size_t sharedBytes)
     return {};
 }
 
-//! The order of the blocks is as free as that of the threads.
-std::vector<std::uint64_t> blockOrder(Options const& options, std::uint64_t numBlocks)
+//! The order of the clusters is as free as that of the threads.
+std::vector<std::uint64_t> clusterOrder(Options const& options, std::uint64_t numClusters)
 {
-    std::vector<std::uint64_t> order(numBlocks);
+    std::vector<std::uint64_t> order(numClusters);
     std::iota(order.begin(), order.end(), 0);
     if (options.order == ThreadOrder::kREVERSE)
     {
@@ -82,30 +87,30 @@ Statistics totalStatistics()
     return gTotals;
 }
 
-Report launchGrid(Options const& options, dim3 grid, dim3 block, std::size_t sharedBytes,
+Report launchGrid(Options const& options, dim3 grid, std::uint32_t cluster, dim3 block, std::size_t sharedBytes,
     void (*body)(void const* arguments), void const* arguments)
 {
     Report report;
-    report.error = refusal(grid, block, sharedBytes);
+    report.error = refusal(grid, cluster, block, sharedBytes);
     if (!report.ok())
     {
         return report;
     }
-    auto const order = blockOrder(options, static_cast<std::uint64_t>(grid.x) * grid.y * grid.z);
-    std::atomic<std::size_t> nextBlock { 0 };
+    auto const order = clusterOrder(options, static_cast<std::uint64_t>(grid.x) / cluster * grid.y * grid.z);
+    std::atomic<std::size_t> nextCluster { 0 };
     std::mutex reportMutex;
     auto const work = [&]
     {
-        Block worker(options, grid, block, sharedBytes, body, arguments);
+        Cluster worker(options, grid, cluster, block, sharedBytes, body, arguments);
         std::string error;
-        for (std::size_t i = 0; error.empty() && (i = nextBlock++) < order.size();)
+        for (std::size_t i = 0; error.empty() && (i = nextCluster++) < order.size();)
         {
             error = worker.run(order[i]);
         }
         std::lock_guard<std::mutex> const lock(reportMutex);
         if (!error.empty())
         {
-            nextBlock = order.size();
+            nextCluster = order.size();
             report.error = report.ok() ? error : report.error;
         }
         add(report.statistics, worker.statistics);

@@ -43,7 +43,7 @@ struct Options
     AsyncCopies asyncCopies { AsyncCopies::kPOISONED };
     KernelPath path { KernelPath::kSOURCE };
     std::uint64_t seed { 1 }; //!< equal seeds give equal runs, whatever hostThreads is
-    int hostThreads { 1 }; //!< blocks run at once
+    int hostThreads { 1 }; //!< blocks (clusters) run at once
 };
 
 //! What a launch did. Counts are per instruction of a whole warp (warpgroup for wgmma), not per lane.
@@ -78,14 +78,15 @@ Options& currentOptions();
 Statistics totalStatistics();
 
 //! Run \p body(arguments) once for every thread of \p grid blocks of \p block threads. The part of launch that needs
-//! no template. The block must be whole warps, at most 1024 threads; shared memory at most 227 KiB.
-Report launchGrid(Options const& options, dim3 grid, dim3 block, std::size_t sharedBytes,
+//! no template. The block must be whole warps, at most 1024 threads; shared memory at most 227 KiB. \p cluster blocks
+//! that are neighbours in x run together: at most 8, a divisor of grid.x.
+Report launchGrid(Options const& options, dim3 grid, std::uint32_t cluster, dim3 block, std::size_t sharedBytes,
     void (*body)(void const* arguments), void const* arguments);
 
 //! Run \p kernel, in place of kernel<<<grid, block, sharedBytes>>>(arguments...). Returns when it has ended.
 template <typename... Params, typename... Arguments>
-Report launch(Options const& options, void (*kernel)(Params...), dim3 grid, dim3 block, std::size_t sharedBytes,
-    Arguments&&... arguments)
+Report launch(Options const& options, void (*kernel)(Params...), dim3 grid, std::uint32_t cluster, dim3 block,
+    std::size_t sharedBytes, Arguments&&... arguments)
 {
     if (options.path == KernelPath::kPTX)
     {
@@ -102,7 +103,7 @@ Report launch(Options const& options, void (*kernel)(Params...), dim3 grid, dim3
                     + " bytes of parameters; the source passes " + std::to_string(parameters.size) + ".",
                 {} };
         }
-        return launchGrid(options, grid, block, sharedBytes, entry->run, parameters.bytes);
+        return launchGrid(options, grid, cluster, block, sharedBytes, entry->run, parameters.bytes);
     }
     struct Call
     {
@@ -115,7 +116,7 @@ Report launch(Options const& options, void (*kernel)(Params...), dim3 grid, dim3
         auto const* self = static_cast<Call const*>(opaque);
         std::apply(self->kernel, self->arguments);
     };
-    return launchGrid(options, grid, block, sharedBytes, body, &call);
+    return launchGrid(options, grid, cluster, block, sharedBytes, body, &call);
 }
 
 } // namespace trtllm_kvmap::emulator

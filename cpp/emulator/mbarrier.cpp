@@ -1,4 +1,4 @@
-#include "emulator/block.h"
+#include "emulator/cluster.h"
 #include "emulator/hopper.h"
 #include "emulator/sanitizer.h"
 
@@ -22,20 +22,7 @@ std::uint64_t cookie(std::uint32_t address)
 
 Mbarrier& find(std::uint32_t address, char const* instruction)
 {
-    Block& block = *Block::current();
-    unsigned char const* const bytes = sharedBytes(address, kBYTES, kBYTES, instruction);
-    std::uint64_t found;
-    std::memcpy(&found, bytes, kBYTES);
-    for (int i = 0; i < block.numMbarriers; ++i)
-    {
-        Mbarrier& mbarrier = block.mbarriers[static_cast<std::size_t>(i)];
-        if (mbarrier.address == address && found == cookie(address))
-        {
-            return mbarrier;
-        }
-    }
-    fail("%s: there is no mbarrier at shared address %d: it was not initialised, or was overwritten", instruction,
-        static_cast<int>(address - kSHARED_BASE));
+    return findMbarrier(*Block::current(), address, instruction);
 }
 
 void completeIfDone(Block& block, Mbarrier& mbarrier)
@@ -49,6 +36,24 @@ void completeIfDone(Block& block, Mbarrier& mbarrier)
 }
 
 } // namespace
+
+Mbarrier& findMbarrier(Block& block, std::uint32_t address, char const* instruction)
+{
+    // Its place is checked as one of the thread's own block: all blocks of a launch have as much.
+    auto const offset = static_cast<std::size_t>(sharedBytes(address, kBYTES, kBYTES, instruction) - sharedMemory());
+    std::uint64_t found;
+    std::memcpy(&found, block.shared() + offset, kBYTES);
+    for (int i = 0; i < block.numMbarriers; ++i)
+    {
+        Mbarrier& mbarrier = block.mbarriers[static_cast<std::size_t>(i)];
+        if (mbarrier.address == address && found == cookie(address))
+        {
+            return mbarrier;
+        }
+    }
+    fail("%s: there is no mbarrier at shared address %zu of %s: it was not initialised, or was overwritten",
+        instruction, offset, block.place().c_str());
+}
 
 void initMbarrier(std::uint32_t address, std::uint32_t arrivals)
 {
@@ -85,12 +90,37 @@ void arriveMbarrier(std::uint32_t address, std::uint32_t bytes)
     Mbarrier& mbarrier = find(address, "mbarrier.arrive");
     mbarrier.bytes += bytes;
     releaseOrder(block.mbarrierToken(mbarrier));
+    arriveAt(block, address, "mbarrier.arrive");
+}
+
+void arriveAt(Block& block, std::uint32_t address, char const* instruction)
+{
+    Mbarrier& mbarrier = findMbarrier(block, address, instruction);
     if (mbarrier.pending == 0)
     {
-        fail("mbarrier.arrive: more arrivals than the %u of the phase", mbarrier.arrivals);
+        fail("%s: more arrivals than the %u of the phase", instruction, mbarrier.arrivals);
     }
     --mbarrier.pending;
     completeIfDone(block, mbarrier);
+}
+
+std::uint32_t mapShared(std::uint32_t address, std::uint32_t rank)
+{
+    std::uint32_t const place = address & ((1u << kRANK_SHIFT) - 1);
+    return place | (rank + 1) << kRANK_SHIFT;
+}
+
+void arriveClusterMbarrier(std::uint32_t address)
+{
+    constexpr char const* kNAME = "mbarrier.arrive.shared::cluster";
+    Cluster& cluster = Block::current()->cluster();
+    std::uint32_t const place = address & ((1u << kRANK_SHIFT) - 1);
+    std::uint32_t const rank = address >> kRANK_SHIFT;
+    Block& block = rank == 0 ? *Block::current() : cluster.block(rank - 1, kNAME);
+    Mbarrier const& mbarrier = findMbarrier(block, place, kNAME);
+    releaseOrder(block.mbarrierToken(mbarrier, 0)); // at which phase it comes is not known yet
+    releaseOrder(block.mbarrierToken(mbarrier, 1));
+    cluster.send(RemoteArrival { &cluster.running(), &block, place });
 }
 
 void completeMbarrierBytes(Block& block, std::uint32_t address, std::uint32_t bytes)
@@ -104,11 +134,6 @@ void completeMbarrierBytes(Block& block, std::uint32_t address, std::uint32_t by
             completeIfDone(block, mbarrier);
         }
     }
-}
-
-void checkMbarrier(std::uint32_t address, char const* instruction)
-{
-    releaseOrder(Block::current()->mbarrierToken(find(address, instruction)));
 }
 
 bool tryWaitMbarrier(std::uint32_t address, std::uint32_t parity)

@@ -61,7 +61,7 @@ extern "C" char const* trtllmKvMapEmulatorRunPtx(
     }
     alignas(128) unsigned char aligned[PackedParameters::kCAPACITY] {};
     std::memcpy(aligned, parameters, static_cast<std::size_t>(parameterBytes));
-    tError = launchGrid(currentOptions(), dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)),
+    tError = launchGrid(currentOptions(), dim3(static_cast<unsigned>(blocks)), 1, dim3(static_cast<unsigned>(threads)),
         static_cast<std::size_t>(sharedBytes), found->second.run, aligned)
                  .error;
     return tError.empty() ? nullptr : tError.c_str();

@@ -429,6 +429,11 @@ def _trap(op: Operation) -> str | None:
 
 
 def _bar(op: Operation) -> str | None:
+    cluster = re.fullmatch(
+        r"barrier\.cluster\.(?:(arrive)(?:\.release)?|wait(?:\.acquire)?)(?:\.aligned)?", op.opcode
+    )
+    if cluster:
+        return f"emulator::{'arriveCluster' if cluster[1] else 'waitCluster'}();"
     opcode = op.opcode.replace("barrier", "bar").replace(".cta", "")
     if opcode == "bar.warp.sync":
         return f"emulator::syncWarp({op.source(0, 'u32')});"
@@ -520,10 +525,10 @@ def _cp(op: Operation) -> str | None:
 
 
 def _tensor_copy(op: Operation) -> str | None:
-    """``[destination], [map, {x, y}], [mbarrier]``."""
+    """``[destination], [map, {x, y}], [mbarrier]``, and with multicast a mask of blocks."""
     match = re.fullmatch(
         r"cp\.async\.bulk\.tensor\.([1-5])d\.shared::cluster\.global"
-        r"\.mbarrier::complete_tx::bytes",
+        r"\.mbarrier::complete_tx::bytes(\.multicast::cluster)?",
         op.opcode,
     )
     if match is None:
@@ -532,7 +537,16 @@ def _tensor_copy(op: Operation) -> str | None:
     at = ", ".join(op.get(name, "s32") for name in elements(coordinates))
     tensor = f"reinterpret_cast<CUtensorMap const*>({op.bits(pointer)})"
     copy = f"{op.shared_address(0)}, {tensor}, {match[1]}, at, {op.shared_address(2)}"
-    return f"{{ std::int32_t const at[]{{{at}}}; emulator::copyTensorBox({copy}); }}"
+    function = "copyTensorBox"
+    if match[2]:
+        function, copy = "multicastTensorBox", f"{copy}, {op.source(3, 'u16')}"
+    return f"{{ std::int32_t const at[]{{{at}}}; emulator::{function}({copy}); }}"
+
+
+def _mapa(op: Operation) -> str | None:
+    if op.opcode != "mapa.shared::cluster.u32":
+        return None
+    return op.put(f"emulator::mapShared({op.source(1, 'u32')}, {op.source(2, 'u32')})")
 
 
 def _mbarrier(op: Operation) -> str | None:
@@ -544,6 +558,8 @@ def _mbarrier(op: Operation) -> str | None:
         return op.put(wait)
     if opcode == "mbarrier.arrive.shared.b64" and op.operands[0] == "_":
         return f"emulator::arriveMbarrier({op.shared_address(1)}, 0);"
+    if opcode == "mbarrier.arrive.shared::cluster.b64" and op.operands[0] == "_":
+        return f"emulator::arriveClusterMbarrier({op.shared_address(1)});"
     if opcode == "mbarrier.arrive.expect_tx.shared.b64" and op.operands[0] == "_":
         return f"emulator::arriveMbarrier({op.shared_address(1)}, {op.source(2, 'u32')});"
     return None
@@ -573,6 +589,12 @@ def _wgmma(op: Operation) -> str | None:
     return f"{{ float d[]{{{start}}}; emulator::warpgroupMultiply({call}); {puts} }}"
 
 
+def _setmaxnreg(op: Operation) -> str | None:
+    """Registers given back or taken: how many there are changes no value."""
+    known = re.fullmatch(r"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32", op.opcode)
+    return ";" if known else None
+
+
 FAMILIES: dict[str, Callable[[Operation], str | None]] = {
     "abs": _abs,
     "add": _add,
@@ -596,6 +618,7 @@ FAMILIES: dict[str, Callable[[Operation], str | None]] = {
     "ldmatrix": _ldmatrix,
     "lop3": _lop3,
     "mad": _mad,
+    "mapa": _mapa,
     "max": _max,
     "mbarrier": _mbarrier,
     "membar": _fence,
@@ -613,6 +636,7 @@ FAMILIES: dict[str, Callable[[Operation], str | None]] = {
     "rem": _rem,
     "ret": _ret,
     "selp": _selp,
+    "setmaxnreg": _setmaxnreg,
     "setp": _setp,
     "shf": _shf,
     "shfl": _shfl,

@@ -31,6 +31,8 @@ FLOATS = {"f32", "f64"}
 
 SPECIAL_REGISTERS = {
     "%laneid": "ptx::laneId()",
+    "%cluster_ctarank": "tThread->clusterRank",
+    "%cluster_nctarank": "tThread->clusterBlocks",
     **{
         f"%{name}.{axis}": f"tThread->{member}.{axis}"
         for name, member in (

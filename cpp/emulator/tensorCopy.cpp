@@ -1,6 +1,6 @@
 // TMA: boxes of a tensor to shared memory, landing some time after their issue.
 
-#include "emulator/block.h"
+#include "emulator/cluster.h"
 #include "emulator/hopper.h"
 #include "emulator/sanitizer.h"
 
@@ -48,7 +48,9 @@ std::uint32_t boxBytes(TensorMap const& map)
     return bytes;
 }
 
-void land(TensorCopy const& copy)
+} // namespace
+
+void landBox(TensorCopy const& copy)
 {
     TensorMap map;
     std::memcpy(&map, copy.map, sizeof(map));
@@ -70,7 +72,7 @@ void land(TensorCopy const& copy)
         {
             std::int64_t const column = copy.coordinates[0] + static_cast<std::int64_t>(element);
             std::uint32_t const linear = copy.destination + (row * rowElements + element) * map.elementBytes;
-            unsigned char* const target = copy.shared + (swizzled(linear, map.swizzle) - kSHARED_BASE);
+            unsigned char* const target = copy.block->shared() + (swizzled(linear, map.swizzle) - kSHARED_BASE);
             if (inside && column >= 0 && column < static_cast<std::int64_t>(map.sizes[0]))
             {
                 std::memcpy(target, map.global + offset + column * map.elementBytes, map.elementBytes);
@@ -82,8 +84,6 @@ void land(TensorCopy const& copy)
         }
     }
 }
-
-} // namespace
 
 char const* encodeTensorMap(CUtensorMap& map, int rank, int elementBytes, void* global, std::uint64_t const* sizes,
     std::uint64_t const* strides, std::uint32_t const* box, Swizzle swizzle)
@@ -135,59 +135,55 @@ char const* encodeTensorMap(CUtensorMap& map, int rank, int elementBytes, void* 
 void copyTensorBox(std::uint32_t destination, CUtensorMap const* map, int rank, std::int32_t const* coordinates,
     std::uint32_t mbarrier)
 {
-    Block& block = *Block::current();
+    multicastTensorBox(destination, map, rank, coordinates, mbarrier, 1u << tThread->clusterRank);
+}
+
+void multicastTensorBox(std::uint32_t destination, CUtensorMap const* map, int rank, std::int32_t const* coordinates,
+    std::uint32_t mbarrier, std::uint32_t blocks)
+{
+    constexpr char const* kNAME = "cp.async.bulk.tensor";
+    Cluster& cluster = Block::current()->cluster();
     TensorMap decoded;
     std::memcpy(&decoded, map, sizeof(decoded));
     if (decoded.magic != kMAGIC || decoded.rank != rank)
     {
-        fail("cp.async.bulk.tensor: the tensor map was not encoded, or not for %d dimensions", rank);
+        fail("%s: the tensor map was not encoded, or not for %d dimensions", kNAME, rank);
     }
-    std::uint32_t const bytes = boxBytes(decoded);
-    unsigned char* const target = sharedBytes(destination, bytes, 1, "cp.async.bulk.tensor");
-    if (destination % 128 != 0)
-    {
-        fail("cp.async.bulk.tensor: shared address %d is not aligned to 128 bytes",
-            static_cast<int>(destination - kSHARED_BASE));
-    }
-    if (static_cast<std::size_t>(block.numTensorCopies) == block.tensorCopies.size())
-    {
-        fail("cp.async.bulk.tensor: more than %zu boxes of a block in flight", block.tensorCopies.size());
-    }
-    ++block.statistics.tensorCopies;
-    noteWrite(target, bytes);
-    if (block.options().asyncCopies == AsyncCopies::kPOISONED)
-    {
-        std::memset(target, 0xff, bytes);
-    }
-    checkMbarrier(mbarrier, "cp.async.bulk.tensor"); // whoever waits there comes after this write
     TensorCopy copy {};
     std::memcpy(copy.map, &decoded, sizeof(decoded));
-    copy.shared = block.shared();
+    copy.sender = &cluster.running();
     copy.destination = destination;
     copy.mbarrier = mbarrier;
-    copy.bytes = bytes;
-    copy.late = (block.random() & 1) != 0;
-    for (int i = 0; i < rank; ++i)
+    copy.bytes = boxBytes(decoded);
+    std::memcpy(copy.coordinates, coordinates, static_cast<std::size_t>(rank) * sizeof(*coordinates));
+    auto const offset = static_cast<std::size_t>(sharedBytes(destination, copy.bytes, 1, kNAME) - sharedMemory());
+    if (destination % 128 != 0)
     {
-        copy.coordinates[i] = coordinates[i];
+        fail("%s: shared address %zu is not aligned to 128 bytes", kNAME, offset);
     }
-    block.tensorCopies[static_cast<std::size_t>(block.numTensorCopies++)] = copy;
-    if (block.options().asyncCopies == AsyncCopies::kAT_ISSUE)
+    if (blocks == 0 || blocks >> cluster.numBlocks() != 0)
     {
-        landTensorCopy(block, block.numTensorCopies - 1);
+        fail("%s: mask 0x%x in a cluster of %u blocks", kNAME, blocks, cluster.numBlocks());
     }
-}
-
-void landTensorCopy(Block& block, int index)
-{
-    TensorCopy const copy = block.tensorCopies[static_cast<std::size_t>(index)];
-    block.tensorCopies[static_cast<std::size_t>(index)]
-        = block.tensorCopies[static_cast<std::size_t>(--block.numTensorCopies)];
+    ++cluster.statistics.tensorCopies;
+    for (std::uint32_t receiver = 0; receiver < cluster.numBlocks(); ++receiver)
     {
-        UnseenByTsan const unseen;
-        land(copy);
+        if ((blocks >> receiver & 1) == 0)
+        {
+            continue;
+        }
+        copy.block = &cluster.block(receiver, kNAME);
+        unsigned char* const target = copy.block->shared() + offset;
+        noteWrite(target, copy.bytes);
+        if (cluster.options().asyncCopies == AsyncCopies::kPOISONED)
+        {
+            std::memset(target, 0xff, copy.bytes);
+        }
+        // Whoever waits there comes after this write.
+        releaseOrder(copy.block->mbarrierToken(findMbarrier(*copy.block, mbarrier, kNAME)));
+        copy.late = (cluster.random() & 1) != 0;
+        cluster.send(copy);
     }
-    completeMbarrierBytes(block, copy.mbarrier, copy.bytes);
 }
 
 } // namespace trtllm_kvmap::emulator

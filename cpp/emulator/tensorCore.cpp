@@ -53,7 +53,7 @@ template <bool kTRANSPOSED>
 void executeLoad(Block& block, Thread* lanes)
 {
     std::uint16_t matrices[kMATRICES][kROWS][kROWS];
-    ++block.statistics.ldmatrix;
+    ++block.statistics().ldmatrix;
     for (int matrix = 0; matrix < kMATRICES; ++matrix)
     {
         for (int row = 0; row < kROWS; ++row)
@@ -61,7 +61,7 @@ void executeLoad(Block& block, Thread* lanes)
             auto const& operands = *static_cast<LoadOperands const*>(lanes[matrix * kROWS + row].operands);
             std::memcpy(matrices[matrix][row], operands.row, kROW_BYTES);
         }
-        block.statistics.ldmatrixBankConflicts += bankConflicts(lanes + matrix * kROWS);
+        block.statistics().ldmatrixBankConflicts += bankConflicts(lanes + matrix * kROWS);
     }
     for (int lane = 0; lane < kWARP; ++lane)
     {
@@ -116,7 +116,7 @@ void executeMma(Block& block, Thread* lanes)
     alignas(64) float a[kM][kK];
     alignas(64) float b[kK][kN];
     alignas(64) float d[kM][kN];
-    ++block.statistics.mma;
+    ++block.statistics().mma;
     for (int lane = 0; lane < kWARP; ++lane)
     {
         auto const& operands = *static_cast<MmaOperands const*>(lanes[lane].operands);

@@ -1,6 +1,6 @@
 #include "emulator/thread.h"
 
-#include "emulator/block.h"
+#include "emulator/cluster.h"
 #include "emulator/sanitizer.h"
 
 #include <cstdarg>
@@ -32,7 +32,8 @@ void fail(char const* format, ...)
 {
     std::va_list arguments;
     va_start(arguments, format);
-    block().fail(format, arguments);
+    Cluster& cluster = block().cluster();
+    cluster.fail(cluster.running(), format, arguments);
 }
 
 unsigned char* sharedMemory()
@@ -89,6 +90,16 @@ void syncBarrier(int id, int count)
 void arriveBarrier(int id, int count)
 {
     block().arrive(id, count);
+}
+
+void arriveCluster()
+{
+    block().cluster().arrive();
+}
+
+void waitCluster()
+{
+    block().cluster().wait();
 }
 
 void threadFence()

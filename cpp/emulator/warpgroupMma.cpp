@@ -97,7 +97,7 @@ void multiply(Block& block, WarpgroupProduct& product)
             }
         }
     }
-    ++block.statistics.wgmma;
+    ++block.statistics().wgmma;
 }
 
 void store(WarpgroupProduct const& product)

@@ -107,14 +107,14 @@ __device__ __forceinline__ void stagePair(GemmArgs const& args, ColumnPair const
     out[pair.place[1]] = b;
 }
 
-//! Write a staged tile: \p kWidth channels of one head of one token at a time.
-template <int kRows, int kColumns, int kWidth>
-__device__ __forceinline__ void scatterPieces(
-    GemmArgs const& args, MapGroup const& group, int32_t column, int32_t firstRow, float const* staging)
+//! Write a staged tile: \p kWidth channels of one head of one token at a time. \p thread: which of the kThreads.
+template <int kRows, int kColumns, int kThreads, int kWidth>
+__device__ __forceinline__ void scatterPieces(GemmArgs const& args, MapGroup const& group, int32_t column,
+    int32_t firstRow, float const* staging, int32_t thread)
 {
     FieldView const& view = args.target[static_cast<int32_t>(group.field)];
     int32_t const turning = turningOf(args, group);
-    for (int32_t i = static_cast<int32_t>(threadIdx.x); i < kRows * (kColumns / kWidth); i += kGemmThreads)
+    for (int32_t i = thread; i < kRows * (kColumns / kWidth); i += kThreads)
     {
         int32_t const row = i / (kColumns / kWidth);
         int32_t const inTile = i % (kColumns / kWidth) * kWidth;
@@ -145,17 +145,17 @@ __device__ __forceinline__ void scatterPieces(
     }
 }
 
-template <int kRows, int kColumns>
-__device__ __forceinline__ void scatterTile(
-    GemmArgs const& args, MapGroup const& group, int32_t column, int32_t firstRow, float const* staging)
+template <int kRows, int kColumns, int kThreads>
+__device__ __forceinline__ void scatterTile(GemmArgs const& args, MapGroup const& group, int32_t column,
+    int32_t firstRow, float const* staging, int32_t thread)
 {
     if (args.takesVectors)
     {
-        scatterPieces<kRows, kColumns, kVector>(args, group, column, firstRow, staging);
+        scatterPieces<kRows, kColumns, kThreads, kVector>(args, group, column, firstRow, staging, thread);
     }
     else
     {
-        scatterPieces<kRows, kColumns, 1>(args, group, column, firstRow, staging);
+        scatterPieces<kRows, kColumns, kThreads, 1>(args, group, column, firstRow, staging, thread);
     }
 }
 

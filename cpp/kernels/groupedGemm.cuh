@@ -52,29 +52,31 @@ using SmallTShape = GemmShape<kSmallTileRows, kWideColumns, 2, 4, 2, true, kWeig
 struct WorkItem
 {
     MapGroup group;
-    int32_t tile;
     int32_t column; // first, of the group
     int32_t firstRow;
     int32_t firstBlock; // of K
     int32_t endBlock;
 };
 
+//! Part \p split of K of the column tile \p tile, for the rows from \p firstRow on.
+__device__ __forceinline__ WorkItem itemOf(GemmArgs const& args, int32_t tileIndex, int32_t firstRow, int32_t split)
+{
+    WorkItem item;
+    Tile const tile = args.tiles[tileIndex];
+    item.group = args.groups[tile.group];
+    item.column = tile.column;
+    item.firstRow = firstRow;
+    item.firstBlock = item.group.kBlocks * split / args.numSplits;
+    item.endBlock = item.group.kBlocks * (split + 1) / args.numSplits;
+    return item;
+}
+
 //! Row tiles vary fastest: blocks that run at the same time share the tile of W, and the workspace rows of a group's
 //! other column tiles follow while they are still in the L2 cache.
 __device__ __forceinline__ WorkItem workItem(GemmArgs const& args, int32_t index, int32_t tileRows)
 {
-    WorkItem item;
-    int32_t const rowTile = index % args.numRowTiles;
     int32_t const rest = index / args.numRowTiles;
-    item.tile = rest % args.numTiles;
-    int32_t const split = rest / args.numTiles;
-    Tile const tile = args.tiles[item.tile];
-    item.group = args.groups[tile.group];
-    item.column = tile.column;
-    item.firstRow = rowTile * tileRows;
-    item.firstBlock = item.group.kBlocks * split / args.numSplits;
-    item.endBlock = item.group.kBlocks * (split + 1) / args.numSplits;
-    return item;
+    return itemOf(args, rest % args.numTiles, index % args.numRowTiles * tileRows, rest / args.numTiles);
 }
 
 //! Inputs 8 chunk .. 8 chunk + 7 of one token row of the workspace, and how far apart rows lie there.
@@ -294,7 +296,8 @@ __device__ __forceinline__ void finishItem(GemmArgs const& args, MapGroup const&
         }
     }
     __syncthreads();
-    scatterTile<Shape::kRows, Shape::kColumns>(args, group, column, firstRow, staging);
+    scatterTile<Shape::kRows, Shape::kColumns, kGemmThreads>(
+        args, group, column, firstRow, staging, static_cast<int32_t>(threadIdx.x));
     __syncthreads(); // staging and ring are the same memory
 }
 

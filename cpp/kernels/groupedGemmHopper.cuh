@@ -1,13 +1,17 @@
-// The product on sm_90a: wgmma out of shared memory that TMA fills. Same work items, same packed map, same ending as
-// groupedGemm.cuh; bf16 only, and slices whose width is a multiple of 64, so that a K-block lies in one slice.
+// The product on sm_90a: wgmma out of shared memory that TMA fills. Same tiles and same packed map as groupedGemm.cuh;
+// bf16 only, and slices whose width is a multiple of 64, so that a K-block lies in one slice.
 //
-// Eight warps (two warpgroups) multiply, each warpgroup 128 of the 256 rows; one thread of a ninth warp fills the ring.
-// A stage has two mbarriers: `full`, which the copies complete, and `empty`, at which both warpgroups arrive when the
-// products that read the stage are done. The ring is also the staging tile, so before an item the copying thread waits
-// for `drained`, at which both warpgroups arrive when the last item is written.
+// Two blocks are a cluster and work on two tiles with one operand in common (clusterItems.cuh), of which each copies
+// half to both (multicast). Of a K-block a multiprocessor then takes 32 or 40 KB from the L2 cache, not 48.
+//
+// Eight warps (two warpgroups) multiply, each warpgroup 128 of the 256 rows; one thread of a third warpgroup fills the
+// ring. A stage has two mbarriers: `full`, which the copies of both blocks complete, and `empty`, at which the
+// warpgroups of both blocks arrive when the products that read the stage are done, since either block's copies overwrite
+// it in both. A result leaves through shared memory of its own, each warp's by itself and eight rows at a time, so that
+// the next item's copies run under an item's ending.
 #pragma once
 
-#include "kernels/groupedGemm.cuh"
+#include "kernels/clusterItems.cuh"
 #include "kernels/ptxHopper.cuh"
 
 namespace trtllm_kvmap::kernels
@@ -20,20 +24,28 @@ struct HopperShape
     static constexpr int kStages = 4;
     static constexpr int kWarpgroups = 2;
     static constexpr int kProducts = kRows / kWarpgroups / 64; // m64n128 side by side in a warpgroup
-    static constexpr int kThreads = kGemmThreads + 32;
-    static constexpr int kInputBytes = kRows * kBlockInputs * 2;
+    static constexpr int kThreads = kGemmThreads + 128; // registers are dealt out to whole warpgroups
+    static constexpr int kCopyRegisters = 40;
+    static constexpr int kMultiplyRegisters = 232;
+    static_assert(kGemmThreads * kMultiplyRegisters + 128 * kCopyRegisters <= 65536, "what a block may have");
+    static constexpr int kBoxRows = kRows / 2; // of a copy of inputs
+    static constexpr int kBoxBytes = kBoxRows * kBlockInputs * 2;
+    static constexpr int kInputBytes = 2 * kBoxBytes;
     static constexpr int kWeightBlockBytes = kBlockElements * 2;
     static constexpr int kStageBytes = kInputBytes + kColumns / kBlockColumns * kWeightBlockBytes;
     static constexpr int kRingBytes = kStages * kStageBytes;
+    static constexpr int kStagedRows = 8; // of a warp at a time
+    static constexpr int kWarpStagingBytes = stagingBytes(kStagedRows, kColumns);
+    static constexpr int kBarriers = kRingBytes + kGemmThreads / 32 * kWarpStagingBytes; // where they begin
     static constexpr int kBarrierBytes = 8;
-    static constexpr int kSharedBytes = kRingBytes + (2 * kStages + 1) * kBarrierBytes;
-    static_assert(stagingBytes(kRows, kColumns) <= kRingBytes, "staging reuses the ring");
+    static constexpr int kSharedBytes = kBarriers + 2 * kStages * kBarrierBytes;
+    static_assert(kSharedBytes <= 227 * 1024, "what a block may have");
 };
 
 //! The tensor maps are looked at by the copy engine, in the kernel's parameters.
 struct HopperArgs
 {
-    CUtensorMap source;  // [slices * chunkTokens][sourceWidth], boxes of 256 x 64, 128-byte swizzle
+    CUtensorMap source;  // [slices * chunkTokens][sourceWidth], boxes of 128 x 64, 128-byte swizzle
     CUtensorMap own;     // [slices * chunkTokens][ownWidth], the same
     CUtensorMap weights; // [blocks * 64][64], boxes of 64 x 64, as packed: swizzled already
     GemmArgs gemm;
@@ -51,17 +63,12 @@ struct HopperRing
 
     __device__ __forceinline__ uint32_t full(int32_t s) const
     {
-        return first + HopperShape::kRingBytes + s * HopperShape::kBarrierBytes;
+        return first + HopperShape::kBarriers + s * HopperShape::kBarrierBytes;
     }
 
     __device__ __forceinline__ uint32_t empty(int32_t s) const
     {
         return full(HopperShape::kStages + s);
-    }
-
-    __device__ __forceinline__ uint32_t drained() const
-    {
-        return full(2 * HopperShape::kStages);
     }
 };
 
@@ -78,22 +85,13 @@ struct RingPlace
     }
 };
 
-//! A barrier of the warps that multiply.
-__device__ __forceinline__ void syncMultipliers()
-{
-#if defined(TRTLLM_KVMAP_EMULATE)
-    emulator::syncBarrier(1, kGemmThreads);
-#else
-    asm volatile("bar.sync 1, %0;\n" ::"n"(kGemmThreads) : "memory");
-#endif
-}
-
-//! Copies of one K-block of an item into a stage.
+//! Copies of one K-block into a stage of this block, and of its half of what is shared into that of both.
 __device__ __forceinline__ void copyStage(
-    HopperArgs const& args, WorkItem const& item, int32_t block, uint32_t stage, uint32_t full)
+    HopperArgs const& args, ClusterItem const& item, int32_t rank, int32_t block, uint32_t stage, uint32_t full)
 {
+    constexpr uint16_t kBOTH = (1 << kClusterBlocks) - 1;
     GemmArgs const& gemm = args.gemm;
-    MapGroup const& group = item.group;
+    MapGroup const& group = item.work.group;
     int32_t const input = block * kBlockInputs;
     int32_t const sourceInputs = group.numSourceSlices * gemm.sourceWidth;
     bool const own = input >= sourceInputs;
@@ -102,38 +100,50 @@ __device__ __forceinline__ void copyStage(
     int32_t const ordinal = within / width;
     int32_t const place = gemm.sliceLists[group.sliceList + (own ? group.numSourceSlices : 0) + ordinal];
     int32_t const slice = own ? place - gemm.numSourceSlices : place;
+    CUtensorMap const* const inputs = own ? &args.own : &args.source;
+    int32_t const column = within - ordinal * width;
+    int32_t const row = slice * gemm.chunkTokens + item.work.firstRow;
 
-    int32_t const columnBlock = item.column / kBlockColumns;
-    bool const both = item.column + kBlockColumns < group.numHeads * gemm.headDim;
-    int32_t const packed = static_cast<int32_t>(group.weight / kBlockElements);
+    int32_t const columnBlock = item.work.column / kBlockColumns;
+    int32_t const numBlocks = item.work.column + kBlockColumns < group.numHeads * gemm.headDim ? 2 : 1;
+    int32_t const packed = static_cast<int32_t>(group.weight / kBlockElements) + columnBlock * group.kBlocks + block;
     uint32_t const weights = stage + HopperShape::kInputBytes;
-    mbarrierArriveExpectBytes(full, HopperShape::kInputBytes + (both ? 2 : 1) * HopperShape::kWeightBlockBytes);
-    tmaLoad2D(stage, own ? &args.own : &args.source, within - ordinal * width,
-        slice * gemm.chunkTokens + item.firstRow, full);
-    tmaLoad2D(weights, &args.weights, 0, (packed + columnBlock * group.kBlocks + block) * kBlockColumns, full);
-    if (both)
+    // Bytes of the other block may come before this: they count, and the phase waits for this arrival.
+    mbarrierArriveExpectBytes(full, HopperShape::kInputBytes + numBlocks * HopperShape::kWeightBlockBytes);
+    if (item.sharesInputs)
     {
-        tmaLoad2D(weights + HopperShape::kWeightBlockBytes, &args.weights, 0,
-            (packed + (columnBlock + 1) * group.kBlocks + block) * kBlockColumns, full);
+        tmaMulticast2D(stage + rank * HopperShape::kBoxBytes, inputs, column, row + rank * HopperShape::kBoxRows, full,
+            kBOTH);
+        for (int32_t n = 0; n < numBlocks; ++n)
+        {
+            tmaLoad2D(weights + n * HopperShape::kWeightBlockBytes, &args.weights, 0,
+                (packed + n * group.kBlocks) * kBlockColumns, full);
+        }
+        return;
+    }
+    tmaLoad2D(stage, inputs, column, row, full);
+    tmaLoad2D(stage + HopperShape::kBoxBytes, inputs, column, row + HopperShape::kBoxRows, full);
+    if (rank < numBlocks)
+    {
+        tmaMulticast2D(weights + rank * HopperShape::kWeightBlockBytes, &args.weights, 0,
+            (packed + rank * group.kBlocks) * kBlockColumns, full, kBOTH);
     }
 }
 
 //! The one thread that copies.
-__device__ __forceinline__ void fillRing(HopperArgs const& args, HopperRing ring, int32_t numItems)
+__device__ __forceinline__ void fillRing(HopperArgs const& args, HopperRing ring, int32_t rank)
 {
     RingPlace place{0, 0};
-    uint32_t items = 0;
-    for (int32_t index = static_cast<int32_t>(blockIdx.x); index < numItems;
-         index += static_cast<int32_t>(gridDim.x), ++items)
-    {
-        WorkItem const item = workItem(args.gemm, index, HopperShape::kRows);
-        mbarrierWait(ring.drained(), (items & 1) ^ 1); // the first wait is for the phase before the first: at once
-        for (int32_t block = item.firstBlock; block < item.endBlock; ++block, place.advance())
+    forEachItem(args.gemm, rank,
+        [&](ClusterItem const& item)
         {
-            mbarrierWait(ring.empty(place.stage), place.parity ^ 1);
-            copyStage(args, item, block, ring.stage(place.stage), ring.full(place.stage));
-        }
-    }
+            for (int32_t block = item.work.firstBlock; block < item.work.endBlock; ++block, place.advance())
+            {
+                // The first wait is for the phase before the first: at once.
+                mbarrierWait(ring.empty(place.stage), place.parity ^ 1);
+                copyStage(args, item, rank, block, ring.stage(place.stage), ring.full(place.stage));
+            }
+        });
 }
 
 using HopperAccumulators = float[HopperShape::kProducts][64];
@@ -158,30 +168,66 @@ __device__ __forceinline__ void multiplyHopperStage(
     wgmmaCommit();
 }
 
+//! Tell both blocks that this warpgroup has read a stage: the copies of either overwrite it in both.
+__device__ __forceinline__ void releaseStage(HopperRing ring, int32_t stage, int32_t rank)
+{
+    mbarrierArrive(ring.empty(stage));
+    mbarrierArriveCluster(mapShared(ring.empty(stage), rank ^ 1));
+}
+
+//! All K-blocks of an item, by the two warpgroups.
+__device__ __forceinline__ void multiplyHopperItem(
+    WorkItem const& work, HopperRing ring, RingPlace& place, int32_t rank, HopperAccumulators& accumulators)
+{
+    int32_t const warpgroup = static_cast<int32_t>(threadIdx.x) / 128;
+    bool const speaks = threadIdx.x % 128 == 0; // for its warpgroup
+    int32_t last = 0;
+    for (int32_t block = work.firstBlock; block < work.endBlock; ++block, place.advance())
+    {
+        mbarrierWait(ring.full(place.stage), place.parity);
+        multiplyHopperStage(ring.stage(place.stage), warpgroup, accumulators, block > work.firstBlock);
+        wgmmaWait<1>(); // the block before this one has been read
+        if (speaks && block > work.firstBlock)
+        {
+            releaseStage(ring, last, rank);
+        }
+        last = place.stage;
+    }
+    wgmmaWait<0>();
+    if (speaks)
+    {
+        releaseStage(ring, last, rank);
+    }
+}
+
+//! Bias, rotation and rounding, each warp for its own rows: \p staging is the warp's, for eight rows at a time.
 __device__ __forceinline__ void finishHopperItem(
-    GemmArgs const& args, WorkItem const& item, float* staging, HopperAccumulators const& accumulators)
+    GemmArgs const& args, WorkItem const& work, float* staging, HopperAccumulators const& accumulators)
 {
     int32_t const warp = static_cast<int32_t>(threadIdx.x) / 32;
     int32_t const lane = static_cast<int32_t>(threadIdx.x) % 32;
-    int32_t const warpRow = warp / 4 * (HopperShape::kRows / HopperShape::kWarpgroups) + warp % 4 * 16;
+    int32_t const warpRow
+        = work.firstRow + warp / 4 * (HopperShape::kRows / HopperShape::kWarpgroups) + warp % 4 * 16;
 #pragma unroll
-    for (int j = 0; j < HopperShape::kColumns / 8; ++j)
+    for (int p = 0; p < HopperShape::kProducts; ++p)
     {
-        ColumnPair const pair = columnPair<false>(args, item.group, item.column, 8 * j + 2 * (lane % 4));
 #pragma unroll
-        for (int p = 0; p < HopperShape::kProducts; ++p)
+        for (int h = 0; h < 2; ++h)
         {
+            int32_t const firstRow = warpRow + 64 * p + 8 * h;
 #pragma unroll
-            for (int h = 0; h < 2; ++h)
+            for (int j = 0; j < HopperShape::kColumns / 8; ++j)
             {
-                int32_t const row = warpRow + 64 * p + 8 * h + lane / 4;
-                stagePair<HopperShape::kColumns, false>(args, pair, item.firstRow, row, accumulators[p][4 * j + 2 * h],
-                    accumulators[p][4 * j + 2 * h + 1], staging);
+                ColumnPair const pair = columnPair<false>(args, work.group, work.column, 8 * j + 2 * (lane % 4));
+                stagePair<HopperShape::kColumns, false>(args, pair, firstRow, lane / 4,
+                    accumulators[p][4 * j + 2 * h], accumulators[p][4 * j + 2 * h + 1], staging);
             }
+            __syncwarp();
+            scatterTile<HopperShape::kStagedRows, HopperShape::kColumns, 32>(
+                args, work.group, work.column, firstRow, staging, lane);
+            __syncwarp(); // the next rows take their place
         }
     }
-    syncMultipliers();
-    scatterTile<HopperShape::kRows, HopperShape::kColumns>(args, item.group, item.column, item.firstRow, staging);
 }
 
 __global__ void __launch_bounds__(HopperShape::kThreads, 1) groupedGemmHopper(__grid_constant__ HopperArgs const args)
@@ -190,60 +236,44 @@ __global__ void __launch_bounds__(HopperShape::kThreads, 1) groupedGemmHopper(__
     TRTLLM_KVMAP_DYNAMIC_SHARED(shared);
     HopperRing const ring{sharedAddress(shared)};
     int32_t const thread = static_cast<int32_t>(threadIdx.x);
+    int32_t const rank = static_cast<int32_t>(clusterRank());
     if (thread == 0)
     {
         for (int32_t s = 0; s < HopperShape::kStages; ++s)
         {
             mbarrierInit(ring.full(s), 1);
-            mbarrierInit(ring.empty(s), HopperShape::kWarpgroups);
+            mbarrierInit(ring.empty(s), kClusterBlocks * HopperShape::kWarpgroups);
         }
-        mbarrierInit(ring.drained(), HopperShape::kWarpgroups);
         fenceMbarrierInit();
     }
-    __syncthreads();
+    syncCluster(); // the other block's mbarriers are there too
 
-    int32_t const numItems = args.gemm.numRowTiles * args.gemm.numTiles;
     if (thread >= kGemmThreads)
     {
+        giveRegistersBack<HopperShape::kCopyRegisters>();
         if (thread == kGemmThreads)
         {
-            fillRing(args, ring, numItems);
+            fillRing(args, ring, rank);
         }
-        return;
     }
-    int32_t const warpgroup = thread / 128;
-    bool const speaks = thread % 128 == 0; // for its warpgroup
-    RingPlace place{0, 0};
-    for (int32_t index = static_cast<int32_t>(blockIdx.x); index < numItems; index += static_cast<int32_t>(gridDim.x))
+    else
     {
-        WorkItem const item = workItem(args.gemm, index, HopperShape::kRows);
-        HopperAccumulators accumulators;
-        int32_t last = 0;
-        for (int32_t block = item.firstBlock; block < item.endBlock; ++block, place.advance())
-        {
-            mbarrierWait(ring.full(place.stage), place.parity);
-            multiplyHopperStage(ring.stage(place.stage), warpgroup, accumulators, block > item.firstBlock);
-            wgmmaWait<1>(); // the block before this one has been read
-            if (speaks && block > item.firstBlock)
+        takeRegisters<HopperShape::kMultiplyRegisters>();
+        RingPlace place{0, 0};
+        float* const staging
+            = reinterpret_cast<float*>(shared + HopperShape::kRingBytes + thread / 32 * HopperShape::kWarpStagingBytes);
+        forEachItem(args.gemm, rank,
+            [&](ClusterItem const& item)
             {
-                mbarrierArrive(ring.empty(last));
-            }
-            last = place.stage;
-        }
-        wgmmaWait<0>();
-        if (speaks)
-        {
-            mbarrierArrive(ring.empty(last));
-        }
-        syncMultipliers(); // the other warpgroup has read the ring too
-        finishHopperItem(args.gemm, item, reinterpret_cast<float*>(shared), accumulators);
-        fenceProxyAsync(); // the copy engine overwrites what was staged
-        syncMultipliers();
-        if (speaks)
-        {
-            mbarrierArrive(ring.drained());
-        }
+                HopperAccumulators accumulators;
+                multiplyHopperItem(item.work, ring, place, rank, accumulators);
+                if (item.exists)
+                {
+                    finishHopperItem(args.gemm, item.work, staging, accumulators);
+                }
+            });
     }
+    syncCluster(); // until then the other block arrives here
 #endif
 }
 

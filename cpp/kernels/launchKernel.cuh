@@ -1,6 +1,6 @@
 #pragma once
 
-// One way to launch a kernel, on a GPU and in the emulator.
+// Launching a kernel, on a GPU and in the emulator.
 
 #include "kernels/ptxPrimitives.cuh"
 
@@ -11,35 +11,58 @@
 namespace trtllm_kvmap::kernels
 {
 
-//! Launch \p kernel on \p stream with \p sharedBytes of dynamic shared memory (the limit above 48 KiB is raised for
-//! it). Returns nullptr, or a sentence that stays valid until this host thread launches again. Under the emulator the
-//! kernel has ended when this returns, and the options are emulator::currentOptions().
+#if !defined(TRTLLM_KVMAP_EMULATE)
+//! Let \p kernel have \p sharedBytes of dynamic shared memory, also more than the 48 KiB that need no asking.
+template <typename... Params>
+cudaError_t allowShared(void (*kernel)(Params...), std::size_t sharedBytes)
+{
+    constexpr std::size_t kDEFAULT_LIMIT = 48 * 1024;
+    return sharedBytes <= kDEFAULT_LIMIT
+        ? cudaSuccess
+        : cudaFuncSetAttribute(reinterpret_cast<void const*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+            static_cast<int>(sharedBytes));
+}
+#endif
+
+//! Launch \p kernel on \p stream with \p sharedBytes of dynamic shared memory, in clusters of \p cluster neighbouring
+//! blocks. Returns nullptr, or a sentence that stays valid until this host thread launches again. Under the emulator
+//! the kernel has ended when this returns, and the options are emulator::currentOptions().
 template <typename... Params, typename... Arguments>
-char const* launchKernel(void (*kernel)(Params...), dim3 grid, dim3 block, std::size_t sharedBytes, cudaStream_t stream,
-    Arguments&&... arguments)
+char const* launchClusters(void (*kernel)(Params...), uint32_t cluster, dim3 grid, dim3 block, std::size_t sharedBytes,
+    cudaStream_t stream, Arguments&&... arguments)
 {
 #if defined(TRTLLM_KVMAP_EMULATE)
     static_cast<void>(stream);
     static thread_local std::string tError;
     tError = emulator::launch(
-        emulator::currentOptions(), kernel, grid, block, sharedBytes, std::forward<Arguments>(arguments)...)
+        emulator::currentOptions(), kernel, grid, cluster, block, sharedBytes, std::forward<Arguments>(arguments)...)
                  .error;
     return tError.empty() ? nullptr : tError.c_str();
 #else
-    constexpr std::size_t kDEFAULT_LIMIT = 48 * 1024;
-    if (sharedBytes > kDEFAULT_LIMIT)
-    {
-        cudaError_t const raised = cudaFuncSetAttribute(reinterpret_cast<void const*>(kernel),
-            cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(sharedBytes));
-        if (raised != cudaSuccess)
-        {
-            return cudaGetErrorString(raised);
-        }
-    }
-    kernel<<<grid, block, sharedBytes, stream>>>(std::forward<Arguments>(arguments)...);
-    cudaError_t const launched = cudaGetLastError();
-    return launched == cudaSuccess ? nullptr : cudaGetErrorString(launched);
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = cluster;
+    attribute.val.clusterDim.y = 1;
+    attribute.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = grid;
+    config.blockDim = block;
+    config.dynamicSmemBytes = sharedBytes;
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = cluster > 1 ? 1 : 0; // older GPUs know none
+    cudaError_t error = allowShared(kernel, sharedBytes);
+    error = error == cudaSuccess ? cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...) : error;
+    return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 #endif
+}
+
+//! The same without clusters.
+template <typename... Params, typename... Arguments>
+char const* launchKernel(void (*kernel)(Params...), dim3 grid, dim3 block, std::size_t sharedBytes, cudaStream_t stream,
+    Arguments&&... arguments)
+{
+    return launchClusters(kernel, 1, grid, block, sharedBytes, stream, std::forward<Arguments>(arguments)...);
 }
 
 } // namespace trtllm_kvmap::kernels

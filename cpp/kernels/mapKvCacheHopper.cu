@@ -32,21 +32,26 @@ char const* multiplyHopper(PackedMap const& map, GemmArgs const& args, Stream st
     uint64_t const ownRows = static_cast<uint64_t>(map.numSlices - map.numSourceSlices) * args.chunkTokens;
     char const* error = describeRows(
         hopper.weights, args.weights, kBlockInputs, packedRows, kBlockInputs, kBlockColumns, CU_TENSOR_MAP_SWIZZLE_NONE);
+    auto const describeInputs = [](CUtensorMap& inputs, void const* base, int32_t width, uint64_t rows)
+    {
+        return describeRows(
+            inputs, base, width, rows, kBlockInputs, HopperShape::kBoxRows, CU_TENSOR_MAP_SWIZZLE_128B);
+    };
     if (!error && sourceRows > 0)
     {
-        error = describeRows(hopper.source, args.source, args.sourceWidth, sourceRows, kBlockInputs, HopperShape::kRows,
-            CU_TENSOR_MAP_SWIZZLE_128B);
+        error = describeInputs(hopper.source, args.source, args.sourceWidth, sourceRows);
     }
     if (!error && ownRows > 0)
     {
-        error = describeRows(hopper.own, args.own, args.ownWidth, ownRows, kBlockInputs, HopperShape::kRows,
-            CU_TENSOR_MAP_SWIZZLE_128B);
+        error = describeInputs(hopper.own, args.own, args.ownWidth, ownRows);
     }
-    int32_t const items = args.numRowTiles * args.numTiles;
-    int32_t const resident = multiprocessorCount();
-    int32_t const blocks = resident > 0 ? std::min(items, resident) : items;
+    int32_t const steps = numClusterSteps(args);
+    int32_t const resident = residentClusters(
+        groupedGemmHopper, kClusterBlocks, HopperShape::kThreads, HopperShape::kSharedBytes);
+    int32_t const blocks = kClusterBlocks * (resident > 0 ? std::min(steps, resident) : steps);
     return error ? error
-                 : launchKernel(groupedGemmHopper, blocks, HopperShape::kThreads, HopperShape::kSharedBytes, stream, hopper);
+                 : launchClusters(groupedGemmHopper, kClusterBlocks, blocks, HopperShape::kThreads,
+                     HopperShape::kSharedBytes, stream, hopper);
 }
 
 } // namespace trtllm_kvmap::kernels

@@ -1,7 +1,7 @@
 // What kernels must know of the device: how many multiprocessors a persistent grid has to fill, and which code it runs.
 #pragma once
 
-#include "kernels/ptxPrimitives.cuh"
+#include "kernels/launchKernel.cuh"
 
 namespace trtllm_kvmap::kernels
 {
@@ -16,6 +16,36 @@ inline int32_t multiprocessorCount()
     int count = 0;
     bool const asked = cudaGetDevice(&device) == cudaSuccess
         && cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) == cudaSuccess;
+    return asked ? count : 0;
+#endif
+}
+
+//! How many clusters of \p cluster blocks of \p kernel the current device runs at once: multiprocessors lie in groups,
+//! and a cluster in one of them. 0 when it cannot be asked.
+template <typename... Params>
+int32_t residentClusters(void (*kernel)(Params...), int32_t cluster, int32_t threads, std::size_t sharedBytes)
+{
+#if defined(TRTLLM_KVMAP_EMULATE)
+    static_cast<void>(kernel);
+    static_cast<void>(cluster);
+    static_cast<void>(threads);
+    static_cast<void>(sharedBytes);
+    return 2;
+#else
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = cluster;
+    attribute.val.clusterDim.y = 1;
+    attribute.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = cluster;
+    config.blockDim = threads;
+    config.dynamicSmemBytes = sharedBytes;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    int count = 0;
+    bool const asked = allowShared(kernel, sharedBytes) == cudaSuccess
+        && cudaOccupancyMaxActiveClusters(&count, kernel, &config) == cudaSuccess;
     return asked ? count : 0;
 #endif
 }

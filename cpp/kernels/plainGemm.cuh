@@ -86,7 +86,8 @@ __global__ void __launch_bounds__(kGemmThreads) plainGemm(__grid_constant__ Gemm
             }
         }
         __syncthreads();
-        scatterTile<Shape::kRows, Shape::kColumns>(args, item.group, item.column, item.firstRow, inputs);
+        scatterTile<Shape::kRows, Shape::kColumns, kGemmThreads>(
+            args, item.group, item.column, item.firstRow, inputs, thread);
         __syncthreads();
     }
 }

@@ -1,7 +1,7 @@
 #pragma once
 
-// What the Hopper kernel adds to ptxPrimitives.cuh: mbarriers, TMA boxes, wgmma. Needs sm_90a under nvcc; the same two
-// bodies.
+// What the Hopper kernel adds to ptxPrimitives.cuh: clusters, mbarriers, TMA boxes, wgmma. Needs sm_90a under nvcc; the
+// same two bodies.
 
 #include "kernels/ptxPrimitives.cuh"
 
@@ -13,6 +13,63 @@
 
 namespace trtllm_kvmap::kernels
 {
+
+// ---- clusters: blocks that run together and reach into each other's shared memory ---------------------------------
+
+//! Of this block in its cluster.
+__device__ __forceinline__ std::uint32_t clusterRank()
+{
+#if defined(TRTLLM_KVMAP_EMULATE)
+    return emulator::tThread->clusterRank;
+#else
+    std::uint32_t rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;\n" : "=r"(rank));
+    return rank;
+#endif
+}
+
+//! A barrier of all threads of the cluster. What they did before it, also in other blocks' shared memory, is done.
+__device__ __forceinline__ void syncCluster()
+{
+#if defined(TRTLLM_KVMAP_EMULATE)
+    emulator::arriveCluster();
+    emulator::waitCluster();
+#else
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;\n" ::: "memory");
+#endif
+}
+
+//! The same place in the shared memory of the block \p rank, as an address of the cluster.
+__device__ __forceinline__ std::uint32_t mapShared(std::uint32_t address, std::uint32_t rank)
+{
+#if defined(TRTLLM_KVMAP_EMULATE)
+    return emulator::mapShared(address, rank);
+#else
+    std::uint32_t mapped;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(mapped) : "r"(address), "r"(rank));
+    return mapped;
+#endif
+}
+
+// ---- registers ----------------------------------------------------------------------------------------------------
+
+//! Give registers back, or take some that others gave back, so that each thread of this warpgroup has kCOUNT: a
+//! multiple of 8, 24 to 256. All threads of the warpgroup. Changes no value, so the emulator does nothing.
+template <int kCOUNT>
+__device__ __forceinline__ void giveRegistersBack()
+{
+#if !defined(TRTLLM_KVMAP_EMULATE)
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(kCOUNT));
+#endif
+}
+
+template <int kCOUNT>
+__device__ __forceinline__ void takeRegisters()
+{
+#if !defined(TRTLLM_KVMAP_EMULATE)
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(kCOUNT));
+#endif
+}
 
 // ---- mbarrier: 8 bytes of shared memory, 8-byte aligned -----------------------------------------------------------
 
@@ -27,7 +84,7 @@ __device__ __forceinline__ void mbarrierInit(std::uint32_t barrier, std::uint32_
 #endif
 }
 
-//! Make initialised mbarriers visible to the copy engine.
+//! Make initialised mbarriers visible to the copy engine and, after a barrier of the cluster, to its blocks.
 __device__ __forceinline__ void fenceMbarrierInit()
 {
 #if !defined(TRTLLM_KVMAP_EMULATE)
@@ -49,6 +106,17 @@ __device__ __forceinline__ void mbarrierArrive(std::uint32_t barrier)
     emulator::arriveMbarrier(barrier, 0);
 #else
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(barrier) : "memory");
+#endif
+}
+
+//! Arrive at a barrier of another block of the cluster (mapShared). Orders no ordinary memory between the blocks: that
+//! would take .release.cluster, and a fence as wide as the GPU before every arrival.
+__device__ __forceinline__ void mbarrierArriveCluster(std::uint32_t mapped)
+{
+#if defined(TRTLLM_KVMAP_EMULATE)
+    emulator::arriveClusterMbarrier(mapped);
+#else
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];\n" ::"r"(mapped) : "memory");
 #endif
 }
 
@@ -104,17 +172,19 @@ __device__ __forceinline__ void tmaLoad2D(
 #endif
 }
 
-__device__ __forceinline__ void tmaLoad3D(std::uint32_t destination, CUtensorMap const* map, std::int32_t x,
-    std::int32_t y, std::int32_t z, std::uint32_t barrier)
+//! The same to every block of the cluster whose bit is set in \p blocks: to the same place, and its bytes complete at
+//! the barrier of the same place there.
+__device__ __forceinline__ void tmaMulticast2D(std::uint32_t destination, CUtensorMap const* map, std::int32_t x,
+    std::int32_t y, std::uint32_t barrier, std::uint16_t blocks)
 {
 #if defined(TRTLLM_KVMAP_EMULATE)
-    std::int32_t const coordinates[3] { x, y, z };
-    emulator::copyTensorBox(destination, map, 3, coordinates, barrier);
+    std::int32_t const coordinates[2] { x, y };
+    emulator::multicastTensorBox(destination, map, 2, coordinates, barrier, blocks);
 #else
     asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
-        "[%5];\n" ::"r"(destination),
-        "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+        "[%1, {%2, %3}], [%4], %5;\n" ::"r"(destination),
+        "l"(map), "r"(x), "r"(y), "r"(barrier), "h"(blocks)
         : "memory");
 #endif
 }

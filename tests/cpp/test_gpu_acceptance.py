@@ -17,7 +17,7 @@ sys.path[:0] = [str(SCRIPTS), str(ROOT / "tests" / "cpp")]
 import gpu_acceptance  # noqa: E402
 from emulated_build import missing, shared_object  # noqa: E402
 from emulator_library import Library  # noqa: E402
-from gpu.instruction_maps import HOPPER_SOURCE, SOURCE, compare  # noqa: E402
+from gpu.instruction_maps import HOPPER_SOURCES, SOURCE, compare  # noqa: E402
 from gpu.workloads import WORKLOADS  # noqa: E402
 from gpu_acceptance import Stage, run, stages  # noqa: E402
 
@@ -115,6 +115,7 @@ INSTRUCTIONS = {
     "runCpAsync": "cp.async",
     "runProduct": "wgmma",
     "runTma": "tma",
+    "runMulticast": "multicast",
 }
 
 
@@ -132,7 +133,7 @@ def test_acceptance_compares_every_instruction(wrong: str) -> None:
                 output.ravel()[61] += 1
             return sentence
 
-    emulator = shared_object("primitives", [SOURCE, HOPPER_SOURCE])
+    emulator = shared_object("primitives", [SOURCE, *HOPPER_SOURCES])
     findings = compare(Changed(emulator), Library(emulator), hopper=True)
     assert set(findings) == set(INSTRUCTIONS.values())
     assert [name for name, same in findings.items() if not same] == (

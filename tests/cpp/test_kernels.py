@@ -45,6 +45,16 @@ HEADS_OF_128 = replace(
     id="source-heads-of-128",
     source=replace(SOURCE, head_dim=128, rope=replace(SOURCE.rope, rotary_dim=128)),
 )
+# Column tiles that a cluster takes in pairs: two of a group, and the last of a group (64 columns)
+# with the first of the next; an odd number of row tiles.
+TILE_PAIRS = replace(
+    BASE,
+    id="tile-pairs",
+    source=replace(SOURCE, layers=1, heads=2),
+    target=replace(TARGET, layers=1, heads=5),
+    scope="pooled",
+    num_tokens=560,
+)
 # Pairs 16 channels apart, which different lanes of a warp have read.
 _TURNED = next(case for case in SCOPES if case.id == "copy-turned")
 COPY_PARTIAL = replace(
@@ -143,7 +153,7 @@ HEADS_OF_64 = (
     HEADS_OF_128,
     *(
         case
-        for case in map(with_heads_of_64, (*SHORT, LONG_K, TWO_TILES))
+        for case in map(with_heads_of_64, (*SHORT, LONG_K, TWO_TILES, TILE_PAIRS))
         if case.source.head_dim == 64
     ),
 )
@@ -152,6 +162,25 @@ HEADS_OF_64 = (
 @by_id(HEADS_OF_64)
 def test_kernels_hopper(library: c.CDLL, case: Case) -> None:
     check(library, with_dtype(case, "bfloat16"), BFLOAT16, variant=HOPPER)
+
+
+def test_kernels_hopper_last_column_tile_has_no_pair(library: c.CDLL) -> None:
+    case = with_dtype(with_heads_of_64(TILE_PAIRS), "bfloat16")
+    built = build_rounded(case, torch.bfloat16)
+    key, value = sorted(built.kvmap.groups, key=lambda group: group.field)
+    assert value.weight is not None
+    assert value.bias is not None
+    parts = []
+    for first, end in ((0, 1), (1, 2), (2, 5)):
+        columns = slice(first * case.target.head_dim, end * case.target.head_dim)
+        weight, bias = value.weight[:, columns].contiguous(), value.bias[columns]
+        parts.append(replace(value, heads=value.heads[first:end], weight=weight, bias=bias))
+    built = replace(built, kvmap=replace(built.kvmap, groups=(key, *parts)))
+    assert pack(library, built.kvmap, BFLOAT16)[0].num_wide_tiles == 3 + 1 + 1 + 2
+    before = raw(built.target_memory)
+    prepared = prepare_built(library, built, compute_type=BFLOAT16, variant=HOPPER)
+    call(library, "kernelMap", prepared)
+    compare(case, built, before, expect(case, built), workspace_error(case, built, torch.bfloat16))
 
 
 @by_id([*GEOMETRIES, *SCOPES])
@@ -243,8 +272,14 @@ def test_kernels_widen_every_float8_number(library: c.CDLL, dtype: str) -> None:
 # ---- what must not matter ----
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS.values(), HOPPER])
-@by_id([LONG_K, TWO_TILES])
+@pytest.mark.parametrize(
+    ("variant", "case"),
+    [
+        *((v, case) for v in (*VARIANTS.values(), HOPPER) for case in (LONG_K, TWO_TILES)),
+        (HOPPER, TILE_PAIRS),
+    ],
+    ids=lambda given: given.id if isinstance(given, Case) else None,
+)
 def test_kernels_give_the_same_bytes_in_any_order(
     library: c.CDLL, variant: int, case: Case
 ) -> None:

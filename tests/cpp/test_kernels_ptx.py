@@ -14,7 +14,15 @@ from half_cases import build_rounded, raw, with_dtype, with_heads_of_64
 from native_build import build_library, cuda_include, kernel_sources, translated_kernels
 from native_kernels import call, load
 from native_structs import BFLOAT16, FLOAT16, FLOAT32, HOPPER
-from test_kernels import FLOAT8_WEIGHTS, HEADS_OF_128, LONG_K, TORCH, TWO_TILES, VARIANTS
+from test_kernels import (
+    FLOAT8_WEIGHTS,
+    HEADS_OF_128,
+    LONG_K,
+    TILE_PAIRS,
+    TORCH,
+    TWO_TILES,
+    VARIANTS,
+)
 
 from cases import CASES, Case  # isort: skip
 
@@ -97,6 +105,7 @@ HOPPER_CASES = (
     HEADS_OF_128,
     LONG_K,
     TWO_TILES,
+    TILE_PAIRS,
 )
 
 
