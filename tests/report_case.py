@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from trtllm_kvmap.evaluate.diagnosis import Diagnosis, Intervention, LengthRow, TokenError
 from trtllm_kvmap.evaluate.gates import Gates, judge_gates
 from trtllm_kvmap.evaluate.latency import STAGES, ratios
+from trtllm_kvmap.evaluate.provenance import name_of
 from trtllm_kvmap.evaluate.report import Report
 
 # Seconds of each stage at two lengths, and the native target's.
@@ -40,6 +42,71 @@ def arm(accuracy: float | None, nll: float | None, gap: float | None) -> dict[st
         "attention_cosine": 0.91,
         "mapped_share": 0.875,
     }
+
+
+def written_diagnosis() -> Diagnosis:
+    """Of the map of written_report: two layers of two heads, all that a diagnosis can find."""
+
+    def found(group: str, name: str, removed: float, **where: Any) -> Intervention:
+        place = {"field": None, "layer": None, "head": None} | where
+        kl = 0.2 * (1 - removed)
+        return Intervention(
+            group=group, name=name, divergence=figure(kl), removed=figure(removed), **place
+        )
+
+    rows = [found("field", "keys", 0.75), found("field", "values", 0.125)]
+    for layer in range(2):
+        rows.append(found("layer", f"layer {layer}", 0.25 + layer / 2, layer=layer))
+        for field in ("key", "value"):
+            name = f"{field}s of layer {layer}"
+            rows.append(found("layer", name, 0.35, layer=layer, field=field))
+        for head in range(2):
+            name = f"head {head} of layer {layer}"
+            rows.append(found("head", name, head - layer / 4, layer=layer, head=head))
+    rows += [found("position", f"{i + 1}/8", i / 16) for i in range(8)]
+    rows += [found("kind", kind, 0.0625) for kind in ("digits", "words")]
+    rows += [found("layers_below", f"layers 0-{layer}", 0.45 + layer / 2) for layer in range(2)]
+    rows += [found("layers_above", f"layers {layer}-1", 0.98 - layer / 4) for layer in range(2)]
+    rows += [found("control", "shifted_positions", -1.5), found("control", "shifted_values", -19)]
+    report = written_report()
+    nrmse = {"nrmse": [0.25, 0.5], "cosine": [0.97, None]}
+    return Diagnosis(
+        config={
+            "source": "small <b>",
+            "target": "large",
+            "S": 2,
+            "N": 16,
+            "num_items": 12,
+            "scope": "slice",
+            "map": name_of(report.fingerprints, report.kvmap),
+        },
+        divergence=figure(0.2),
+        interventions=tuple(rows),
+        kv_error={"key": nrmse, "value": nrmse},
+        attention_cosine={"mean": 0.91, "worst": 0.87, "per_layer": [0.95, 0.87]},
+        tokens=(
+            TokenError("position", "0-15", 1234, 0.0416, 0.0208),
+            TokenError("position", "16-31", 16, 0.09, 0.05),
+            TokenError("kind", "digits", 7, 0.3, 0.2),
+        ),
+        lengths=tuple(
+            LengthRow(
+                tokens=tokens,
+                beyond_calibration=beyond,
+                nll=figure(2.0),
+                source_nll=figure(2.3),
+                target_nll=figure(1.8),
+                gap_recovered=figure(0.6),
+                divergence=figure(0.2),
+            )
+            for tokens, beyond in ((512, False), (2048, True), (4096, None))
+        ),
+        refused={"permuted_heads": "large has one KV head"},
+    )
+
+
+def whole_report() -> Report:
+    return written_report().with_diagnosis(written_diagnosis())
 
 
 def written_report() -> Report:
@@ -110,7 +177,12 @@ def written_report() -> Report:
 
 def hostile_report() -> Report:
     """The same, with HOSTILE wherever a name, a reason or a document's words may stand."""
-    report = written_report()
+    report = whole_report()
+    assert report.diagnosis is not None
+    report.diagnosis["interventions"][0]["name"] = HOSTILE
+    report.diagnosis["interventions"][-1]["name"] = HOSTILE
+    report.diagnosis["tokens"][0]["name"] = HOSTILE
+    report.diagnosis["refused"][HOSTILE] = HOSTILE
     config, fitted = report.config, report.kvmap["fitted"]
     report.arms[HOSTILE] = report.arms.pop(config["arm"])
     report.contexts["metric"][HOSTILE] = report.contexts["metric"].pop(config["arm"])

@@ -3,8 +3,9 @@ its own, so that a browser that dies is an exit status.
 
     python browser.py REQUEST      REQUEST is JSON: {"page", "widths", "dark", "script", "pdf"}
 
-Prints JSON: the browser's version, what the console said, which addresses were asked for, and the
-value of ``script`` at each width. No network: only the page's own file may be read.
+Prints JSON: the browser's version, what the console said, which addresses were asked for, the
+value of ``script`` at each width, and of each printed sheet its size, its text and how far that
+reaches (points). No network: only the page's own file may be read.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ def main() -> None:
     os.environ["QTWEBENGINE_CHROMIUM_FLAGS"] = " ".join(flags)
 
     from PySide6.QtCore import QTimer, QUrl
+    from PySide6.QtPdf import QPdfDocument
     from PySide6.QtWebEngineCore import (
         QWebEnginePage,
         QWebEngineUrlRequestInterceptor,
@@ -77,6 +79,23 @@ def main() -> None:
         # A layout at the new width needs a turn of the event loop of the page's own process.
         QTimer.singleShot(500, lambda: page.runJavaScript(request["script"], 0, measured))
 
+    def sheets() -> list[dict[str, Any]]:
+        document = QPdfDocument()
+        document.load(request["pdf"])
+        printed = []
+        for number in range(document.pageCount()):
+            size, said = document.pagePointSize(number), document.getAllText(number)
+            boxes = [polygon.boundingRect() for polygon in said.bounds()]
+            printed.append(
+                {
+                    "sheet": [size.width(), size.height()],
+                    "left": min(box.left() for box in boxes),
+                    "reached": [max(b.right() for b in boxes), max(b.bottom() for b in boxes)],
+                    "text": said.text(),
+                }
+            )
+        return printed
+
     def finish() -> None:
         answer = {
             "version": f"Chromium {qWebEngineChromiumVersion()} in QtWebEngine "
@@ -84,6 +103,7 @@ def main() -> None:
             "console": said,
             "asked": asked,
             "found": found,
+            "sheets": sheets() if request["pdf"] else [],
         }
         print(json.dumps(answer), flush=True)
         os._exit(0)  # Qt's teardown of a browser may crash, which would say nothing of the page

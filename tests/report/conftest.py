@@ -17,12 +17,15 @@ VERSION = pytest.StashKey[str]()
 
 @dataclass(frozen=True)
 class Opened:
-    """What the browser said of one page: ``found`` is the script's value by viewport width."""
+    """What the browser said of one page: ``found`` is the script's value by viewport width,
+    ``sheets`` what was printed.
+    """
 
     version: str
     console: list[str]
     asked: list[str]
     found: dict[str, Any]
+    sheets: list[dict[str, Any]]
 
 
 class Browser:

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_case import HOSTILE, hostile_report, written_report
+from report_case import HOSTILE, hostile_report, whole_report
 
 from trtllm_kvmap.evaluate.page import html
+from trtllm_kvmap.evaluate.sections import sections
 
 PHONE, DESK = 390, 1280
 MEASURE = (Path(__file__).parent / "measure.js").read_text()
@@ -17,7 +18,7 @@ MEASURE = (Path(__file__).parent / "measure.js").read_text()
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("page") / "report.html"
-    path.write_text(html(written_report()), encoding="utf-8")
+    path.write_text(html(whole_report()), encoding="utf-8")
     return path
 
 
@@ -47,7 +48,7 @@ def test_the_page_does_not_scroll_sideways(seen: dict[str, Any]) -> None:
 
 
 def test_charts_are_drawn(seen: dict[str, Any]) -> None:
-    assert len(seen["charts"]) == 7
+    assert len(seen["charts"]) == 14
     for chart in seen["charts"]:
         width, height = chart["box"]
         assert 250 < width <= seen["viewport"]
@@ -62,13 +63,32 @@ def test_charts_hold_what_the_report_says(seen: dict[str, Any]) -> None:
     words = [set(chart["words"]) for chart in seen["charts"]]
     assert {"target", "source", "mapped_repaired_32", "no_context"} <= words[0]
     assert {"source alone", "mapped_repaired_32", "target"} <= words[1]
-    assert {"0.50", "0.90", "0.25"} <= words[3]  # R2 of keys, in the cells
-    assert {"source prefill", "transfer", "own tokens", "map", "repair", "first step"} <= words[5]
-    assert {"256", "1,024"} <= words[6]
+    assert {"all keys", "all values", "part 1/8", "part 8/8", "digits", "words"} <= words[3]
+    assert {"the map as it is", "keys 16 positions off", "values one token off"} <= words[4]
+    assert {"both", "keys", "values", "target layer", "share removed"} <= words[5]
+    assert {"layers 0 to this", "this to the last"} <= words[6]
+    assert {"KV head", "-0.25", "0.75"} <= words[7]
+    assert {"0-15", "16-31", "digits", "keys", "values"} <= words[8]
+    assert {"512", "2,048", "4,096", "mapped", "source alone", "target"} <= words[9]
+    assert {"0.50", "0.90", "0.25"} <= words[10]  # R2 of keys, in the cells
+    assert {"source prefill", "transfer", "own tokens", "map", "repair", "first step"} <= words[12]
+    assert {"256", "1,024"} <= words[13]
+
+
+def test_every_axis_says_what_it_measures(seen: dict[str, Any]) -> None:
+    measures = [
+        *("accuracy (share right)", "accuracy (share right)", "cosine"),
+        *("share of the divergence removed", "KL from the native target, nats per token"),
+        *("share removed", "share removed", "removed"),
+        *("1 - R2 (0: exact, 1: as far off as the mean)", "loss, nats per token"),
+        *("R2", "R2", "time, native target = 1", "time, native target = 1"),
+    ]
+    for chart, measure in zip(seen["charts"], measures, strict=True):
+        assert measure in chart["words"], chart["name"]
 
 
 def test_tables_are_read_inside_their_box(seen: dict[str, Any]) -> None:
-    assert len(seen["tables"]) == 11
+    assert len(seen["tables"]) == 19
     for table in seen["tables"]:
         width, wide = table["box"][0], table["table"][0]
         assert 250 < width <= seen["viewport"]
@@ -89,10 +109,17 @@ def test_text_stands_out_from_its_ground(opened: Any, dark: Any) -> None:
     assert light["faint"] == night["faint"] == []
 
 
-def test_the_page_prints(opened: Any, page: Path) -> None:
-    printed = page.with_suffix(".pdf").read_bytes()
-    assert printed.startswith(b"%PDF")
-    assert 2 <= printed.count(b"/Type /Page\n") <= 12
+def test_the_page_prints_and_nothing_is_cut(opened: Any) -> None:
+    assert 2 <= len(opened.sheets) <= 12
+    for sheet in opened.sheets:
+        assert sheet["left"] >= 0
+        assert sheet["reached"][0] <= sheet["sheet"][0]
+        assert sheet["reached"][1] <= sheet["sheet"][1]
+    printed = " ".join(" ".join(sheet["text"] for sheet in opened.sheets).split())
+    for section in sections(whole_report()):
+        for grid in section.grids:
+            for cell in (section.title, grid.caption, *(row[-1] for row in grid.rows)):
+                assert " ".join(cell.split())[:30] in printed
 
 
 def test_a_hostile_report_runs_nothing(browser: Any, tmp_path: Path) -> None:

@@ -68,6 +68,8 @@ def test_fit_writes_the_map_that_its_flags_describe(work: dict[str, Any]) -> Non
     assert kvmap.scope == "slice"
     read = {group.layer: len(group.slices) for group in kvmap.groups}
     assert read == {0: 1, 1: 3, 2: 3}  # the target's own layer 0 explains itself
+    table = kvmap.fitted["layer_r2"]["value"]  # of one candidate as of several
+    assert [len(row) for row in table] == [kvmap.source.num_layers] * 3
 
 
 def test_fit_estimate_names_every_candidate(work: dict[str, Any], tmp_path: Path) -> None:
@@ -203,6 +205,20 @@ def test_diagnose_says_where_a_map_goes_wrong(work: dict[str, Any], tmp_path: Pa
     assert {row["group"] for row in found["interventions"]} >= {"field", "layer", "position"}
     assert [row["tokens"] for row in found["lengths"]] == [300]
     assert "shifted_positions" in shown
+    whole, page, text = (tmp_path / name for name in ("whole.json", "page.html", "page.md"))
+    report = tmp_path / "report.json"
+    run("evaluate", work["kvmap"], *pair(work), *few, "--json", report)
+    told = ("--diagnosis", out, "--json", whole, "--html", page, "--markdown", text)
+    run("report", report, *told)
+    assert json.loads(whole.read_text()) == json.loads(report.read_text()) | {"diagnosis": found}
+    for path in (page, text):
+        assert "Diagnosis: where the error does harm" in path.read_text()
+    out.write_text(json.dumps({**found, "config": {**found["config"], "map": "another"}}))
+    page.unlink()
+    refused = CliRunner().invoke(app, [str(a) for a in ("report", report, *told)])
+    assert refused.exit_code == 2
+    assert "of another" in refused.output
+    assert not page.exists()
 
 
 def test_alternate_lets_two_models_take_turns(work: dict[str, Any], tmp_path: Path) -> None:

@@ -76,6 +76,7 @@ def test_report_json_keeps_its_contract(report: Report) -> None:
         "chance",
         "contexts",
         "latency",
+        "diagnosis",
         "config",
         "fingerprints",
         "kvmap",
@@ -124,7 +125,7 @@ def test_report_json_keeps_its_contract(report: Report) -> None:
     for gate in content["gates"]:
         assert gate["figure"] == chosen[gate["name"]]
         assert gate["source"] == content["arms"]["source"][gate["name"]]
-    assert content["latency"] is None
+    assert content["latency"] is content["diagnosis"] is None
     assert set(content["fingerprints"]) == {"source", "target"}
     assert set(content["kvmap"]) == {"scope", "parameters", "fitted"}
     assert Report.from_json(content) == report

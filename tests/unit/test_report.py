@@ -4,29 +4,40 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from markdown_it import MarkdownIt
-from report_case import HOSTILE, SECONDS, figure, hostile_report, written_report
+from report_case import (
+    HOSTILE,
+    SECONDS,
+    figure,
+    hostile_report,
+    whole_report,
+    written_diagnosis,
+    written_report,
+)
 from rich.console import Console
 
-from trtllm_kvmap.errors import FormatError, InputError
+from trtllm_kvmap.errors import FormatError, InputError, MismatchError
 from trtllm_kvmap.evaluate import charts
+from trtllm_kvmap.evaluate.diagnosis import Diagnosis
 from trtllm_kvmap.evaluate.gates import Gates, judge_gates
 from trtllm_kvmap.evaluate.latency import break_even, ratios
 from trtllm_kvmap.evaluate.markdown import markdown
 from trtllm_kvmap.evaluate.page import html
-from trtllm_kvmap.evaluate.report import Report, table
+from trtllm_kvmap.evaluate.report import Report, fixed, table
+from trtllm_kvmap.evaluate.section import Section
 from trtllm_kvmap.evaluate.sections import sections
 
-VOID = {"meta", "link", "br", "hr", "img", "input", "path", "rect", "line", "use"}
+VOID = {"meta", "link", "br", "wbr", "hr", "img", "input", "path", "rect", "line", "use"}
 
 
 @pytest.fixture
 def report() -> Report:
-    return written_report()
+    return whole_report()
 
 
 class Page(HTMLParser):
@@ -56,15 +67,21 @@ class Page(HTMLParser):
         self.text += data
 
 
-def read_page(report: Report) -> Page:
+def parsed(written: str) -> Page:
     page = Page()
-    page.feed(html(report))
+    page.feed(written)
     page.close()
     return page
 
 
-def test_the_page_loads_nothing(report: Report) -> None:
-    written, page = html(report), read_page(report)
+@pytest.fixture(scope="module")
+def written() -> str:
+    """The page of the fixture ``report``."""
+    return html(whole_report())
+
+
+def test_the_page_loads_nothing(written: str) -> None:
+    page = parsed(written)
     for reference in ("http://", "https://", "@import", "<!DOCTYPE svg", "<?xml"):
         assert reference not in written
     assert not page.tags & {"script", "link", "img", "iframe", "object"}
@@ -74,8 +91,8 @@ def test_the_page_loads_nothing(report: Report) -> None:
         assert "url(" not in (value or "").replace("url(#", "")
 
 
-def test_the_page_is_whole(report: Report) -> None:
-    page = read_page(report)
+def test_the_page_is_whole(report: Report, written: str) -> None:
+    page = parsed(written)
     assert page.open == []
     ids = [value for name, value in page.attributes if name == "id"]
     assert len(ids) == len(set(ids))
@@ -87,19 +104,28 @@ def test_the_page_is_whole(report: Report) -> None:
         assert part in page.text
     labels = {value or "" for name, value in page.attributes if name == "aria-label"}
     starts = (
-        "accuracy of every arm",
-        "accuracy of single",
-        "Cosine by",
+        "Accuracy of every arm",
+        "Accuracy of single",
+        "Cosine between mapped_repaired_32",
         "R2 of keys:",
         "R2 of val",
     )
-    for start in (*starts, "Steps of a hand-over", "Break-even"):
+    diagnosed = (
+        "Divergence removed by keys or values",
+        "Divergence of the map and of maps spoilt",
+        "Divergence removed by one layer",
+        "Divergence removed by a run of layers",
+        "Divergence removed by one head",
+        "Error of mapped keys and values",
+        "Loss by length",
+    )
+    for start in (*starts, *diagnosed, "Steps of a hand-over", "Break-even"):
         assert any(label.startswith(start) for label in labels), start
 
 
-def test_equal_reports_give_equal_pages(report: Report) -> None:
+def test_equal_reports_give_equal_pages(report: Report, written: str) -> None:
     again = Report.from_json(json.loads(json.dumps(report.to_json())))
-    assert html(again) == html(report)
+    assert html(again) == written
 
 
 def test_a_report_of_losses_alone_has_a_page_and_a_table(report: Report) -> None:
@@ -109,10 +135,9 @@ def test_a_report_of_losses_alone_has_a_page_and_a_table(report: Report) -> None
                 entry[name] = figure(None)
     report.config["metric"] = "nll"
     report.kvmap["fitted"].pop("candidates")
-    page = read_page(report)
     report.contexts["metric"] = {name: [2.0] for name in report.contexts["metric"]}
-    page = read_page(report)
-    assert any((value or "").startswith("nll of every arm") for _, value in page.attributes)
+    page = parsed(html(report))
+    assert any((value or "").startswith("Loss (nats per token") for _, value in page.attributes)
     assert "accuracy" not in printed(report).split("gate")[0]
 
 
@@ -159,6 +184,105 @@ def test_a_report_is_written_and_read(report: Report, tmp_path: Path) -> None:
     path.write_text(json.dumps({**report.to_json(), "more": 1}))
     with pytest.raises(FormatError, match="exactly the entries"):
         Report.load(path)
+    older = written_report().to_json()
+    del older["diagnosis"]
+    path.write_text(json.dumps(older))
+    assert Report.load(path) == written_report()
+
+
+def section(report: Report, title: str) -> Section:
+    (found,) = [each for each in sections(report) if each.title == title]
+    return found
+
+
+def test_a_diagnosis_is_shown_region_by_region(report: Report) -> None:
+    regions, layers, tokens, lengths = (
+        section(report, f"Diagnosis: {title}")
+        for title in (
+            "where the error does harm",
+            "layers and heads",
+            "error by token",
+            "other lengths",
+        )
+    )
+    assert "12 contexts, S = 2, N = 16" in regions.text
+    assert "0.200 [0.150 0.250] (KL, nats per token asked)" in regions.text
+    replaced, controls = regions.grids
+    assert [row[0] for row in replaced.rows] == [
+        *("all keys", "all values"),
+        *(f"part {i}/8" for i in range(1, 9)),
+        *("digits", "words"),
+    ]
+    assert replaced.rows[0] == ("all keys", "0.050 [0.000 0.100]", "0.75 [0.70 0.80]")
+    assert controls.rows == (
+        ("the map as it is", "0.200 [0.150 0.250]"),
+        ("keys 16 positions off", "0.500 [0.450 0.550]"),
+        ("values one token off", "4.000 [3.950 4.050]"),
+        ("source heads permuted", "not run: large has one KV head"),
+    )
+    by_layer, by_head = layers.grids
+    assert by_layer.rows[1] == (
+        "1",
+        "0.75 [0.70 0.80]",  # both
+        *["0.35 [0.30 0.40]"] * 2,  # keys, values
+        "0.95 [0.90 1.00]",  # layers 0 to 1
+        "0.73 [0.68 0.78]",  # layer 1 to the last
+        *["0.500"] * 2,  # NRMSE
+    )
+    assert by_head.rows == (("0", "0.000", "1.000"), ("1", "-0.250", "0.750"))
+    assert tokens.grids[0].rows[0] == ("0-15", "1,234", "0.042", "0.021")
+    assert [row[:2] for row in lengths.grids[0].rows] == [
+        ("512", "within"),
+        ("2,048", "longer"),
+        ("4,096", "not known"),
+    ]
+    assert len(regions.charts + layers.charts + tokens.charts + lengths.charts) == 7
+
+
+def test_what_a_report_lacks_is_said(report: Report) -> None:
+    bare = replace(written_report(), latency=None)
+    bare.kvmap["fitted"].pop("layer_r2")
+    assert "report --diagnosis" in section(bare, "Diagnosis").text
+    assert "--latency" in section(bare, "Time").text
+    assert "No heat map" in section(bare, "What one source layer explains").text
+    page = parsed(html(bare))
+    for text in ("No heat map", "evaluate --latency", "report --diagnosis"):
+        assert text in page.text
+    one_head = replace(written_diagnosis(), lengths=(), interventions=())
+    assert len(sections(written_report().with_diagnosis(one_head))) == len(sections(report)) - 1
+
+
+def test_a_diagnosis_of_another_map_is_refused() -> None:
+    diagnosis = written_diagnosis()
+    for changed in ({"parameters": 1}, {"fitted": {}}, {"scope": "head"}):
+        other = replace(written_report(), kvmap=written_report().kvmap | changed)
+        with pytest.raises(MismatchError, match="diagnose the map that was evaluated"):
+            other.with_diagnosis(diagnosis)
+    nameless = replace(diagnosis, config={"num_items": 1})
+    with pytest.raises(MismatchError, match="the diagnosis of None"):
+        written_report().with_diagnosis(nameless)
+
+
+def test_what_is_no_diagnosis_is_refused(tmp_path: Path) -> None:
+    path, content = tmp_path / "diagnosis.json", written_diagnosis().to_json()
+    path.write_text(json.dumps(content))
+    assert Diagnosis.load(path) == written_diagnosis()
+    for spoilt in ({**content, "tokens": [{}]}, {**content, "more": 1}, [], {"lengths": 3}):
+        path.write_text(json.dumps(spoilt))
+        with pytest.raises(FormatError, match="not a diagnosis"):
+            Diagnosis.load(path)
+    path.write_text("{")
+    with pytest.raises(FormatError, match="cannot be read"):
+        Diagnosis.load(path)
+
+
+def test_no_minus_stands_before_a_zero() -> None:
+    assert [fixed(value, 2) for value in (-0.004, -0.006, 0.0, 0.004)] == [
+        "0.00",
+        "-0.01",
+        "0.00",
+        "0.00",
+    ]
 
 
 def test_gates_judge_the_figure_and_its_whole_interval() -> None:
@@ -195,8 +319,8 @@ def test_every_context_that_all_three_judged_is_a_line(report: Report) -> None:
     assert charts.slopes(report, "").count("stroke-opacity: 0.5") == 2  # the third has a None
 
 
-def test_page_and_markdown_hold_every_cell_of_every_section(report: Report) -> None:
-    page, document = read_page(report), MarkdownIt("gfm-like", {"linkify": False})
+def test_page_and_markdown_hold_every_cell_of_every_section(report: Report, written: str) -> None:
+    page, document = parsed(written), MarkdownIt("gfm-like", {"linkify": False})
     rendered = Page()
     rendered.feed(document.render(markdown(report)))
     for section in sections(report):
@@ -208,7 +332,7 @@ def test_page_and_markdown_hold_every_cell_of_every_section(report: Report) -> N
 
 def test_hostile_names_and_documents_stay_text() -> None:
     report, rendered = hostile_report(), Page()
-    page, source = read_page(report), markdown(report)
+    page, source = parsed(html(report)), markdown(report)
     rendered.feed(MarkdownIt("gfm-like", {"linkify": False}).render(source))
     for read in (page, rendered):
         assert read.open == []

@@ -16,7 +16,7 @@ from trtllm_kvmap.cli.flags import (
     TargetOption,
     config_flags,
 )
-from trtllm_kvmap.cli.report import HtmlOption, MarkdownOption, write_report
+from trtllm_kvmap.cli.report import HtmlOption, MarkdownOption, render_report, write_report
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.evaluate.gates import Gates
@@ -91,7 +91,7 @@ def evaluate(
         report = replace(report, latency=measured)
     console.print(table(report))
     write_json(json, report.to_json())
-    write_report(report, html, markdown)
+    write_report(render_report(report, html, markdown))
     if attach:
         loaded.with_evidence(evidence(report)).save(kvmap)
         console.print(f"Stored the evidence in {kvmap}", highlight=False)

@@ -23,6 +23,7 @@ from trtllm_kvmap.fit import FitConfig
 from trtllm_kvmap.fit import fit as run_fit
 from trtllm_kvmap.fit.estimate import estimate_fit
 from trtllm_kvmap.fit.grid import FitGrid
+from trtllm_kvmap.fit.layer_r2 import with_layer_r2
 from trtllm_kvmap.machine import matmul_rate, total_memory
 from trtllm_kvmap.models import load_model
 
@@ -51,6 +52,7 @@ def fit(
     require_writable(out)
     if len(candidates) == 1:
         kvmap = run_fit((MomentSet.load(path) for path in moments), candidates[0])
+        kvmap = with_layer_r2(kvmap, (MomentSet.load(path) for path in moments))
     else:
         kvmap = _choose(moments, candidates, source, target, task_config, config)
     kvmap.save(out)

@@ -11,6 +11,7 @@ from trtllm_kvmap.artifact.whole import write_text
 from trtllm_kvmap.cli.app import console, require_all_writable, verb, write_json
 from trtllm_kvmap.cli.flags import JsonOption
 from trtllm_kvmap.errors import FormatError
+from trtllm_kvmap.evaluate.diagnosis import Diagnosis
 from trtllm_kvmap.evaluate.markdown import markdown as document
 from trtllm_kvmap.evaluate.page import html as page
 from trtllm_kvmap.evaluate.report import Report, table
@@ -25,13 +26,18 @@ def report(
     html: HtmlOption = None,
     markdown: MarkdownOption = None,
     json: JsonOption = None,
+    diagnosis: Annotated[
+        Path | None, typer.Option(help="what diagnose wrote of the same map, to be shown as well")
+    ] = None,
 ) -> None:
     """Show a report again: the table of arms, and the page or the Markdown if asked."""
     loaded = Report.load(report)
+    if diagnosis is not None:
+        loaded = loaded.with_diagnosis(Diagnosis.load(diagnosis))
     require_all_writable(html, markdown, json)
     try:
         shown = table(loaded)
-        document(loaded)
+        written = render_report(loaded, html, markdown)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise FormatError(
             f"{report} has the entries of a report but not their shapes ({error!r}). Write it "
@@ -39,12 +45,16 @@ def report(
         ) from error
     console.print(shown)
     write_json(json, loaded.to_json())
-    write_report(loaded, html, markdown)
+    write_report(written)
 
 
-def write_report(report: Report, html: Path | None, markdown: Path | None) -> None:
-    """The page and the Markdown, each where a path is given."""
-    for path, render in ((html, page), (markdown, document)):
-        if path is not None:
-            write_text(path, render(report))
-            console.print(f"Wrote {path}", highlight=False)
+def render_report(report: Report, html: Path | None, markdown: Path | None) -> dict[Path, str]:
+    """The page and the Markdown by path, each where one is given; nothing is written yet."""
+    renderers = ((html, page), (markdown, document))
+    return {path: render(report) for path, render in renderers if path is not None}
+
+
+def write_report(written: dict[Path, str]) -> None:
+    for path, text in written.items():
+        write_text(path, text)
+        console.print(f"Wrote {path}", highlight=False)

@@ -4,43 +4,50 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trtllm_kvmap.evaluate.report import Report, number, written
+from trtllm_kvmap.evaluate.report import FigureJson, Report, number, written
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
     label: str
     value: str
+    interval: str
     note: str
 
 
 def summary(report: Report) -> list[Card]:
-    metric = report.config["metric"]
-    alone = (number(report.arms[name][metric]["value"]) for name in ("target", "source"))
+    metric, arms = report.config["metric"], report.arms
+    alone = [written(arms[name][metric], interval=True) for name in ("target", "source")]
     verdicts = [gate["verdict"] for gate in report.gates]
     return [
-        Card(
-            f"gap recovered ({metric})",
-            written(report.gap_recovered, interval=True),
-            "0 is the source alone, 1 the target",
+        _card(
+            f"gap recovered in {metric}",
+            report.gap_recovered,
+            f"0 is the source alone ({alone[1]}), 1 the target ({alone[0]})",
         ),
-        Card("target / source alone", " / ".join(alone), metric),
-        Card(
+        _card(
             "retention above chance",
-            written(report.retention_normalised, interval=True),
-            f"retention {written(report.retention, interval=True)}, which counts guessing",
+            report.retention_normalised,
+            f"with what guessing retains: {written(report.retention, interval=True)}",
         ),
-        Card(
+        _card(
             "top-1 agreement",
-            written(report.top1_agreement, interval=True),
-            f"perplexity ratio {written(report.perplexity_ratio, interval=True)}",
+            report.top1_agreement,
+            f"with the native target; perplexity ratio "
+            f"{written(report.perplexity_ratio, interval=True)}",
         ),
         Card(
             "gates passed",
             f"{verdicts.count('pass')} of {len(verdicts)}",
+            "",
             ", ".join(f"{g['name'].replace('_', ' ')}: {g['verdict']}" for g in report.gates),
         ),
     ]
+
+
+def _card(label: str, figure: FigureJson, note: str) -> Card:
+    value, _, interval = written(figure, interval=True).partition(" ")
+    return Card(label, value, interval, note)
 
 
 def opening(report: Report) -> str:

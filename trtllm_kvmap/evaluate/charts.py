@@ -19,10 +19,10 @@ from trtllm_kvmap.evaluate.drawing import (
     svg_of,
 )
 from trtllm_kvmap.evaluate.latency import STAGES
-from trtllm_kvmap.evaluate.report import Report, scored_arms
+from trtllm_kvmap.evaluate.report import Report, fixed, scored_arms
 
 STAGE_COLOURS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377")
-METRICS = {"accuracy": "accuracy", "nll": "loss, nats per token (less is better)"}
+METRICS = {"accuracy": "accuracy (share right)", "nll": "loss, nats per token (less is better)"}
 SLOPES = 200  # lines of single contexts; more would be one grey area
 
 
@@ -89,7 +89,7 @@ def by_layer(lines: dict[str, Sequence[float | None]], alt: str) -> str:
     with chart_style("layers"):
         figure, axes = new_figure(2.8)
         looks = ((ACCENT, "o", "-"), (INK, "s", "--"), (INK, "^", ":"))
-        lowest = 0.0
+        lowest = 1.0
         for (name, values), (colour, marker, dashes) in zip(lines.items(), looks, strict=False):
             points = [(i, v) for i, v in enumerate(values) if v is not None]
             lowest = min([lowest, *(v for _, v in points)])
@@ -105,14 +105,19 @@ def by_layer(lines: dict[str, Sequence[float | None]], alt: str) -> str:
         axes.set_xlabel("target layer")
         axes.set_ylabel("cosine")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set_ylim(lowest, 1.02)
+        room = max(1.0 - lowest, 1e-3)
+        axes.set_ylim(lowest - 0.1 * room, 1.0 + 0.1 * room)
         figure.legend(loc="outside upper left", ncols=3, fontsize=9)
         return svg_of(figure, alt)
 
 
-def heat(field: str, rows: Sequence[Sequence[float | None]], alt: str) -> str:
-    """R2 of target layers (up) by source layers (across); numbers in the cells of small tables."""
-    with chart_style(f"heat-{field}"):
+def heat(
+    chart: str, rows: Sequence[Sequence[float | None]], across: str, measure: str, alt: str
+) -> str:
+    """``measure`` of target layers (up) by what lies ``across``, colours from 0 to 1; numbers in
+    the cells of small tables.
+    """
+    with chart_style(f"heat-{chart}"):
         height = min(4.6, 1.2 + 0.32 * len(rows))
         figure, axes = new_figure(height)
         numbers = [[float("nan") if v is None else v for v in row] for row in rows]
@@ -122,7 +127,7 @@ def heat(field: str, rows: Sequence[Sequence[float | None]], alt: str) -> str:
             for y, row in enumerate(rows):
                 for x, value in enumerate(row):
                     colour = "#111111" if (value or 0.0) > 0.6 else "#ffffff"
-                    said = "-" if value is None else f"{value:.2f}"
+                    said = "-" if value is None else fixed(value, 2)
                     axes.text(
                         x + 0.5, y + 0.5, said, ha="center", va="center", color=colour, fontsize=8
                     )
@@ -130,9 +135,9 @@ def heat(field: str, rows: Sequence[Sequence[float | None]], alt: str) -> str:
             step = -(-count // 16)
             axis.set_major_locator(FixedLocator([i + 0.5 for i in range(0, count, step)]))
             axis.set_major_formatter(FuncFormatter(lambda at, _: str(int(at))))
-        axes.set_xlabel("source layer")
+        axes.set_xlabel(across)
         axes.set_ylabel("target layer")
-        figure.colorbar(mesh, ax=axes, label="R2")
+        figure.colorbar(mesh, ax=axes, label=measure)
         return svg_of(figure, alt)
 
 
@@ -153,7 +158,7 @@ def latency_stack(latency: dict[str, Any], alt: str) -> str:
         axes.axvline(1.0, color=INK, linewidth=1)
         axes.set_yticks(range(len(lengths)), [f"{length:,}" for length in lengths])
         axes.set_ylabel("prompt tokens")
-        axes.set_xlabel("time over the native target's (line: equal)")
+        axes.set_xlabel("time, native target = 1")
         axes.tick_params(axis="y", length=0)
         figure.legend(loc="outside upper left", ncols=3, fontsize=9)
         return svg_of(figure, alt)
@@ -176,7 +181,7 @@ def break_even_curve(latency: dict[str, Any], alt: str) -> str:
         axes.xaxis.set_major_formatter(FuncFormatter(lambda at, _: f"{round(at):,}"))
         axes.set_ylim(bottom=0)
         axes.set_xlabel("prompt tokens")
-        axes.set_ylabel("time ratio")
+        axes.set_ylabel("time, native target = 1")
         figure.legend(loc="outside upper left", ncols=2, fontsize=9)
         return svg_of(figure, alt)
 

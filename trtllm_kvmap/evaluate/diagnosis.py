@@ -84,7 +84,10 @@ class Diagnosis:
     refused: dict[str, str]
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {
+            name: list(held) if isinstance(held, tuple) else held
+            for name, held in asdict(self).items()
+        }
 
     @staticmethod
     def from_json(entry: Any) -> Diagnosis:

@@ -18,7 +18,7 @@ def markdown(report: Report) -> str:
     config = report.config
     lines = [f"# {_plain(config['source'])} to {_plain(config['target'])}", "", ""]
     lines[-1] = _plain(opening(report))
-    cards = tuple((card.label, card.value, card.note) for card in summary(report))
+    cards = tuple((c.label, f"{c.value} {c.interval}", c.note) for c in summary(report))
     lines += ["", *_table(Grid("", ("figure", "value", ""), cards, texts=frozenset({0, 2})))]
     for section in sections(report):
         lines += ["", f"## {_plain(section.title)}", "", _plain(section.text)]

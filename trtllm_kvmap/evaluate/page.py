@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import jinja2
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from trtllm_kvmap.evaluate.cards import opening, summary
 from trtllm_kvmap.evaluate.report import Report
@@ -26,6 +27,7 @@ def html(report: Report) -> str:
         undefined=jinja2.StrictUndefined,
     )
     environment.filters["cell"] = _cell_class
+    environment.filters["breakable"] = _breakable
     return environment.get_template(TEMPLATE).render(
         config=report.config,
         opening=opening(report),
@@ -33,6 +35,13 @@ def html(report: Report) -> str:
         sections=sections(report),
         svg=lambda chart: Markup(chart.draw()),  # our own SVG: charts escape what they are given
     )
+
+
+def _breakable(text: str) -> Markup:
+    """``text``, escaped, with places where a narrow screen may break it: before words that follow
+    an underscore.
+    """
+    return Markup(re.sub(r"_(?=[a-z])", "_<wbr>", escape(text)))
 
 
 def _cell_class(text: str, grid: Grid, row: tuple[str, ...], column: int) -> str:

@@ -20,6 +20,7 @@ from trtllm_kvmap.evaluate.run import DRAWING_SEED, EvaluationConfig, evaluate
 from trtllm_kvmap.evaluate.score import Score
 from trtllm_kvmap.evaluate.summary import Draws, gap
 from trtllm_kvmap.fit import FitConfig, fit
+from trtllm_kvmap.fit.layer_r2 import with_layer_r2
 from trtllm_kvmap.models import LoadedModel
 from trtllm_kvmap.spec.plan import plan_handoff
 
@@ -55,7 +56,8 @@ def refit(old: KvMap, moments: MomentSet) -> KvMap:
     pair = moments.source_fingerprint, moments.target_fingerprint
     if pair != (old.source_fingerprint, old.target_fingerprint):
         raise MismatchError("The moments are of other models than the map; count their traffic.")
-    return replace(fit(moments, FitConfig(**old.fitted["config"])), sinks=old.sinks)
+    new = with_layer_r2(fit(moments, FitConfig(**old.fitted["config"])), moments)
+    return replace(new, sinks=old.sinks)
 
 
 def traffic_items(prompts: Sequence[Sequence[int]]) -> list[Item]:

@@ -186,16 +186,16 @@ def table(report: Report) -> Table:
     return shown
 
 
-def written(entry: FigureJson, *, interval: bool) -> str:
+def written(entry: FigureJson, *, interval: bool, digits: int = 2) -> str:
     """``0.71 [0.64 0.78]``; a dash where the items cannot tell."""
     value, low, high = entry["value"], entry["low"], entry["high"]
     if value is None:
         return "-"
     if not interval:
-        return f"{value:.3f}"
+        return decimal(value)
     if low is None or high is None:
-        return f"{value:.2f} [unresolved]"
-    return f"{value:.2f} [{low:.2f} {high:.2f}]"
+        return f"{fixed(value, digits)} [unresolved]"
+    return f"{fixed(value, digits)} [{fixed(low, digits)} {fixed(high, digits)}]"
 
 
 def gate_sentence(gate: dict[str, Any]) -> str:
@@ -207,8 +207,19 @@ def gate_sentence(gate: dict[str, Any]) -> str:
     )
 
 
+def decimal(value: float | None) -> str:
+    """Three digits after the point, as all of a column have; a dash for None."""
+    return "-" if value is None else fixed(value, 3)
+
+
+def fixed(value: float, digits: int) -> str:
+    """``digits`` after the point, and no minus before a zero."""
+    text = f"{value:.{digits}f}"
+    return text if float(text) else text.removeprefix("-")
+
+
 def number(value: Any) -> str:
-    """A number as the report writes it; a dash for None."""
+    """A setting or a count as the report writes it; a dash for None."""
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, int) and not isinstance(value, bool):

@@ -8,6 +8,7 @@ from trtllm_kvmap.evaluate import sections_of_origin as origin
 from trtllm_kvmap.evaluate import sections_of_results as results
 from trtllm_kvmap.evaluate.report import Report
 from trtllm_kvmap.evaluate.section import Section
+from trtllm_kvmap.evaluate.sections_of_diagnosis import diagnosis
 
 
 def sections(report: Report) -> list[Section]:
@@ -17,8 +18,9 @@ def sections(report: Report) -> list[Section]:
         results.arms(report),
         results.contexts(report),
         results.layers(report),
-        *origin.layers_read(report),
-        *origin.time_by_step(report),
+        *diagnosis(report),
+        origin.layers_read(report),
+        origin.time_by_step(report),
         origin.the_map(report),
         origin.controls(report),
         origin.configuration(report),

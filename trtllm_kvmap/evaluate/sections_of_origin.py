@@ -3,47 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from trtllm_kvmap.evaluate import charts
 from trtllm_kvmap.evaluate.latency import STAGES, break_even
-from trtllm_kvmap.evaluate.report import Report, number
+from trtllm_kvmap.evaluate.report import Report, decimal, number
 from trtllm_kvmap.evaluate.section import Chart, Grid, Section, drawn
 from trtllm_kvmap.spec.slices import FIELDS
 
 
-def layers_read(report: Report) -> list[Section]:
+def layers_read(report: Report) -> Section:
+    title = "What one source layer explains"
     found = report.kvmap["fitted"].get("layer_r2")
     if not found:
-        return []
+        return Section(
+            title,
+            "No heat map of source layers by target layers: the map's file does not say how much "
+            "one source layer explains of a target layer. `trtllm-kvmap fit` counts it from the "
+            "moments; a map that was made otherwise has it only if it was added "
+            "(fit.layer_r2.with_layer_r2).",
+        )
     pictures, grids = [], []
     for field in FIELDS:
         rows = found[field]
         caption = f"R2 of {field}s: target layers by the one source layer they are read from."
-        pictures.append(
-            Chart(caption, lambda f=field, r=rows, c=caption: charts.heat(f, r, c))  # type: ignore[misc]
-        )
+        draw = partial(charts.heat, field, rows, "source layer", "R2", caption)
+        pictures.append(Chart(caption, draw))
         header = ("target layer", *(f"source {layer}" for layer in range(len(rows[0]))))
         cells = tuple(
             (str(layer), *("-" if v is None else f"{v:.2f}" for v in row))
             for layer, row in enumerate(rows)
         )
         grids.append(Grid(f"R2 of {field}s", header, cells))
-    return [
-        Section(
-            "What one source layer explains",
-            "R2 on the calibration text of a ridge from all heads of one source layer. It shows "
-            "where a map can read, not how well the target goes on: it predicts no gap recovered.",
-            tuple(pictures),
-            tuple(grids),
-        )
-    ]
+    return Section(
+        title,
+        "R2 on the calibration text of a ridge from all heads of one source layer. It shows where "
+        "a map can read, not how well the target goes on: it predicts no gap recovered.",
+        tuple(pictures),
+        tuple(grids),
+    )
 
 
-def time_by_step(report: Report) -> list[Section]:
+def time_by_step(report: Report) -> Section:
     latency = report.latency
     if not latency or not latency["lengths"]:
-        return []
+        return Section("Time", "Not measured; `trtllm-kvmap evaluate --latency` does.")
     seconds, lengths = latency["seconds"], latency["lengths"]
     names = (*STAGES, "target_prefill", "target_first_step")
     rows = tuple(
@@ -63,29 +68,27 @@ def time_by_step(report: Report) -> list[Section]:
             ("When it reads the prompt first", "cold"),
         )
     )
-    return [
-        Section(
-            "Time",
-            f"Medians of {latency['rounds']} turns side by side in one run, "
-            f"threads: {latency['threads']}. Figures of this machine under its load of that hour. "
-            f"Transfer is one copy of the source's cache in memory. {said}",
-            (
-                drawn(
-                    "Steps of a hand-over from scratch, stacked, over the native target's prefill "
-                    "and first step, by prompt length.",
-                    charts.latency_stack,
-                    latency,
-                ),
-                drawn(
-                    "Break-even: the hand-over's time over the native target's, by prompt length; "
-                    "below 1 the hand-over is faster.",
-                    charts.break_even_curve,
-                    latency,
-                ),
+    return Section(
+        "Time",
+        f"Medians of {latency['rounds']} turns side by side in one run, "
+        f"threads: {latency['threads']}. Figures of this machine under its load of that hour. "
+        f"Transfer is one copy of the source's cache in memory. {said}",
+        (
+            drawn(
+                "Steps of a hand-over from scratch, stacked, over the native target's prefill "
+                "and first step, by prompt length.",
+                charts.latency_stack,
+                latency,
             ),
-            (Grid("Milliseconds by prompt length", header, rows),),
-        )
-    ]
+            drawn(
+                "Break-even: the hand-over's time over the native target's, by prompt length; "
+                "below 1 the hand-over is faster.",
+                charts.break_even_curve,
+                latency,
+            ),
+        ),
+        (Grid("Milliseconds by prompt length", header, rows),),
+    )
 
 
 def _equal_from(tokens: float | None, lengths: Sequence[int]) -> str:
@@ -97,7 +100,6 @@ def _equal_from(tokens: float | None, lengths: Sequence[int]) -> str:
 
 
 CANDIDATE_FIGURES = {
-    "parameters": "parameters",
     "r2_key": "R2 of keys",
     "r2_value": "R2 of values",
     "attention_cosine": "attention cosine",
@@ -124,8 +126,9 @@ def the_map(report: Report) -> Section:
         if row["refused"]:
             rows.append((*front, f"refused: {row['refused']}"))
         else:
-            rows.append((*front, *(number(row.get(name)) for name in CANDIDATE_FIGURES)))
-    header = ("scope", "reads", "ridge", "fields", *CANDIDATE_FIGURES.values())
+            figures = (decimal(row.get(name)) for name in CANDIDATE_FIGURES)
+            rows.append((*front, number(row["parameters"]), *figures))
+    header = ("scope", "reads", "ridge", "fields", "parameters", *CANDIDATE_FIGURES.values())
     return Section(
         "The map",
         f"{text} Chosen among these candidates on items that this report never saw.",
@@ -137,8 +140,9 @@ def the_map(report: Report) -> Section:
 
 def _reads(config: dict[str, Any]) -> str:
     if config["scope"] == "slice":
-        return f"{config['n']} slices"
-    return "1 layer" if config["scope"] == "copy" else f"{config['k']} layers"
+        return "1 slice" if config["n"] == 1 else f"{config['n']} slices"
+    count = 1 if config["scope"] == "copy" else config["k"]
+    return "1 layer" if count == 1 else f"{count} layers"
 
 
 def controls(report: Report) -> Section:
@@ -152,7 +156,9 @@ def controls(report: Report) -> Section:
 
 
 def configuration(report: Report) -> Section:
-    settings = tuple((name, str(value)) for name, value in report.config.items())
+    span = report.config["context_tokens"]
+    said = report.config | {"context_tokens": f"{span['shortest']} to {span['longest']}"}
+    settings = tuple((name, str(value)) for name, value in said.items())
     digests = tuple(
         (model, part, digest)
         for model, parts in report.fingerprints.items()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from trtllm_kvmap.evaluate import charts
-from trtllm_kvmap.evaluate.report import COLUMNS, Report, columns_with_values, number, written
+from trtllm_kvmap.evaluate.report import Report, columns_with_values, decimal, number, written
 from trtllm_kvmap.evaluate.section import Grid, Section, drawn
 
 
@@ -29,16 +32,74 @@ def gates(report: Report) -> Section:
     )
 
 
-ARM_COLUMNS = {
-    **COLUMNS,
+METRICS = {"accuracy": "Accuracy", "nll": "Loss (nats per token, less is better)"}
+ANSWERS = {
+    "accuracy": "accuracy",
+    "gap_recovered": "gap recovered",
     "retention": "retention",
+    "retention_normalised": "above chance",
+}
+LIKENESS = {
+    "nll": "NLL",
     "perplexity_ratio": "perplexity ratio",
+    "top1_agreement": "top-1",
     "rollout_agreement": "rollout",
+}
+ARMS = {
+    "target": "the target, which read the context itself",
+    "source": "the source, which read the context itself",
+    "mapped": "the source's cache through the map, but for the first S tokens",
+    "mapped_repaired_N": "the same, with the last N tokens computed by the target on top",
+    "copy": "the source's cache as it is, layer by layer: a map that learnt nothing",
+    "repair_only": "what the target computes itself, with nothing mapped",
+    "wrong_document": "the map, of another context: the text must matter",
+    "wrong_document_repaired": "the same, with this context's last N tokens computed by the target",
+    "no_context": "the first tokens alone",
+    "reinjection": "the target's own cache taken out and put back: must change nothing",
 }
 
 
 def arms(report: Report) -> Section:
-    columns = columns_with_values(report, ARM_COLUMNS)
+    config, metric = report.config, report.config["metric"]
+    floor = "" if report.chance is None else f" Guessing has an accuracy of {report.chance:.3f}."
+    caption = (
+        f"{METRICS[metric]} of every arm with its 95 % interval, n = {config['num_items']} "
+        f"contexts. Solid line: the native target; dashed: the source alone"
+        f"{'' if report.chance is None else '; dotted: guessing'}."
+    )
+    return Section(
+        "All arms",
+        f"[low high] is the 95 % paired bootstrap interval over contexts. Gap recovered, in "
+        f"{metric}: 0 is the source alone, 1 the native target. Above chance: retention without "
+        f"what guessing retains.{floor} NLL is in nats per token; top-1 and rollout are the shares "
+        f"of tokens on which the arm and the native target agree, one at a time and until they "
+        f"first differ.",
+        (drawn(caption, charts.bars_of_arms, report),),
+        (
+            _arms_table(report, "Answers, by arm", ANSWERS, ("mapped tokens", _mapped)),
+            _arms_table(
+                report,
+                "Likeness to the native target, by arm",
+                LIKENESS,
+                ("attention cosine", lambda arm: decimal(arm["attention_cosine"])),
+            ),
+            Grid(
+                "What the arms are",
+                ("arm", "what goes on"),
+                tuple(dict.fromkeys(_said(name) for name in report.arms)),
+                texts=frozenset({0, 1}),
+            ),
+        ),
+    )
+
+
+def _arms_table(
+    report: Report,
+    caption: str,
+    figures: dict[str, str],
+    last: tuple[str, Callable[[dict[str, Any]], str]],
+) -> Grid:
+    columns = columns_with_values(report, figures)
     rows: list[tuple[str, ...]] = []
     chosen: set[int] = set()
     for name, arm in report.arms.items():
@@ -48,23 +109,18 @@ def arms(report: Report) -> Section:
             rows.append((name, f"refused: {arm['refused']}"))
             continue
         cells = (written(arm[key], interval=True) for key in columns)
-        share = f"{100 * arm['mapped_share']:.0f} %"
-        rows.append((name, *cells, number(arm["attention_cosine"]), share))
-    header = ("arm", *columns.values(), "attention cosine", "mapped tokens")
-    said = "" if report.chance is None else f" Guessing has an accuracy of {number(report.chance)}."
-    metric = report.config["metric"]
-    caption = (
-        f"{metric} of every arm with its 95 % interval. Solid line: the native target; dashed: the "
-        f"source alone{'' if report.chance is None else '; dotted: guessing'}."
-    )
-    return Section(
-        "All arms",
-        "[low high] is the 95 % paired bootstrap interval over contexts. Gap recovered: 0 is the "
-        "source alone, 1 the native target. Above chance: retention without what guessing "
-        f"retains.{said}",
-        (drawn(caption, charts.bars_of_arms, report),),
-        (Grid("Every arm", header, tuple(rows), frozenset(chosen)),),
-    )
+        rows.append((name, *cells, last[1](arm)))
+    return Grid(caption, ("arm", *columns.values(), last[0]), tuple(rows), frozenset(chosen))
+
+
+def _mapped(arm: dict[str, Any]) -> str:
+    return f"{100 * arm['mapped_share']:.0f} %"
+
+
+def _said(name: str) -> tuple[str, str]:
+    """An arm, or the family of arms it belongs to, and what goes on in it."""
+    family = f"{name.rstrip('0123456789')}N"
+    return (family, ARMS[family]) if family in ARMS else (name, ARMS.get(name, "-"))
 
 
 def contexts(report: Report) -> Section:
@@ -82,8 +138,10 @@ def contexts(report: Report) -> Section:
         )
         rows.append((f"the {other}", *(f"{count:,}" for count in counts)))
     caption = (
-        f"{metric} of single contexts (thin lines, at most {charts.SLOPES}) and of all of them "
-        f"(thick, with intervals), from the source alone over {arm} to the native target."
+        f"{METRICS[metric]} of single contexts (thin lines; n = {len(values[arm])}, of which "
+        f"{charts.SLOPES} at most are drawn) and of all of them (thick, with 95 % intervals), from "
+        f"the source alone over {arm} to the native target"
+        f"{'' if report.chance is None else '. Dotted: guessing'}."
     )
     return Section(
         "Context by context",
@@ -105,7 +163,7 @@ def layers(report: Report) -> Section:
     columns += [error["value"]["nrmse"], error["value"]["cosine"]]
     attention = cosine["per_layer"] or [None] * len(columns[0])
     rows = [
-        (str(layer), *(number(value) for value in row))
+        (str(layer), *(decimal(value) for value in row))
         for layer, row in enumerate(zip(attention, *columns, strict=True))
     ]
     lines = {"attention outputs": attention, "keys": columns[1], "values": columns[3]}
@@ -113,11 +171,13 @@ def layers(report: Report) -> Section:
     return Section(
         "By layer",
         f"{report.config['arm']} against the native target. Attention outputs: mean cosine "
-        f"{number(cosine['mean'])}, worst layer {number(cosine['worst'])}. 1 - NRMSE squared is "
+        f"{decimal(cosine['mean'])}, worst layer {decimal(cosine['worst'])}. 1 - NRMSE squared is "
         f"the held-out R2 of the mapped tokens.",
         (
             drawn(
-                "Cosine by target layer of attention outputs, keys and values.",
+                f"Cosine between {report.config['arm']} and the native target, by target layer; "
+                f"the axis starts where the worst layer needs it. Mean over "
+                f"{report.config['num_items']} contexts.",
                 charts.by_layer,
                 lines,
             ),

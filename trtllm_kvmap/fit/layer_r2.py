@@ -5,9 +5,11 @@ of source layers by target layers.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 
+from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.artifact.moments import MomentSet
 from trtllm_kvmap.errors import NumericsError
 from trtllm_kvmap.fit.centred import CentredPart
@@ -40,6 +42,11 @@ def layer_r2(
         ]
         for field in FIELDS
     }
+
+
+def with_layer_r2(kvmap: KvMap, moments: MomentSet | Iterable[MomentSet]) -> KvMap:
+    """``kvmap`` with layer_r2 of the moments it was fitted from among what it says of its fit."""
+    return replace(kvmap, fitted={**kvmap.fitted, "layer_r2": layer_r2(moments)})
 
 
 def _add(part: CentredPart, ridge: float, sums: dict[tuple[Field, int, int], torch.Tensor]) -> None:
