@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -116,6 +117,33 @@ def test_an_address_names_the_transport(transports: tuple[NixlTransport, NixlTra
     assert isinstance(address, Address)
     assert (address.transport, address.device) == ("nixl", -1)
     assert 0 < len(address.token) < 48_000  # what a message has room for
+
+
+def test_an_exposed_pool_costs_no_core(transports: tuple[NixlTransport, NixlTransport]) -> None:
+    """NIXL's own progress thread would run all the time, on a core that checksums need."""
+    transports[0].expose(make_pool(2))
+    used, began = time.process_time(), time.monotonic()
+    time.sleep(1.0)
+    assert time.process_time() - used < 0.1 * (time.monotonic() - began)
+
+
+def test_a_process_may_end_with_its_transport_open(nixl_api: object) -> None:
+    lines = (
+        "from exchange_cases import make_pool",
+        "from trtllm_kvmap.exchange.nixl import NixlTransport",
+        "pool, transport = make_pool(2), NixlTransport()",
+        "transport.expose(pool)",
+        "print('exposed')",
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT / "tests" / "unit",
+    )
+    assert "exposed" in result.stdout
+    assert result.returncode == 0, result.stderr[-2000:]
 
 
 def test_example() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.decode.generate import generate
 from trtllm_kvmap.decode.prefill import prefill
 from trtllm_kvmap.models import LoadedModel
+from trtllm_kvmap.serve.processes.front import WorkerPair
 from trtllm_kvmap.serve.processes.work import Answer, PairSettings
 from trtllm_kvmap.spec.plan import plan_handoff
 from trtllm_kvmap.tiny import model_folder as tiny_folder
@@ -65,7 +68,7 @@ def mapped_answer(
     return tuple(generate(target, handoff.cache, handoff.logits, NEW_TOKENS))
 
 
-def ask_until_applied(pair: DyingPair, prompt: list[int]) -> Answer:
+def ask_until_applied(pair: WorkerPair, prompt: list[int]) -> Answer:
     """The first answer on mapped blocks; until a lease has run out there are no free blocks."""
     for _ in range(8):
         answer = pair.ask(prompt, NEW_TOKENS)
@@ -87,6 +90,31 @@ def test_blocks_travel_and_the_answer_is_that_of_one_process(
         assert answer.status.mapped == len(prompt) - 32 - 1
         pids.add((pair.source.pid, pair.target.pid))
     assert len(pids) == 1
+
+
+def test_the_same_over_shared_memory(
+    tiny_map: Path, prompt: list[int], mapped_answer: tuple[int, ...]
+) -> None:
+    settings = PairSettings(
+        str(tiny_folder("tiny-s")),
+        str(tiny_folder("tiny-m")),
+        str(tiny_map),
+        transport="shared_memory",
+        num_blocks=NUM_BLOCKS,
+        wait_seconds=30.0,
+        allow_unproven=True,
+    )
+    with WorkerPair(settings) as pair:
+        for _ in range(2):  # the second time in blocks that the first gave back
+            answer = pair.ask(prompt, NEW_TOKENS)
+            assert answer.status.state == "applied", answer.status
+            assert answer.token_ids == mapped_answer
+        target, killed = pair.target.pid, pair.source.pid
+        assert killed is not None
+        os.kill(killed, signal.SIGKILL)
+        answer = ask_until_applied(pair, prompt)  # its successor's memory is another
+        assert answer.token_ids == mapped_answer
+        assert (pair.target.pid, pair.source.pid == killed) == (target, False)
 
 
 @pytest.mark.parametrize("stage", SOURCE_STAGES)

@@ -1,12 +1,15 @@
 """NIXL over UCX: between processes and machines, host memory or GPU memory. Read by the target.
 
 The Python binding is ``nixl_cu13`` or ``nixl_cu12``. Whoever exposes memory gets an agent with a
-thread that answers its peers while our own is busy; whoever reads gets one without, because that
-thread and a reading one would wait for each other.
+thread that answers its peers; whoever reads gets one without, because that thread and a reading one
+would wait for each other. The thread is ours and mostly asleep: NIXL's own never sleeps, and the
+core that it takes is one that checksums and copies need.
 """
 
 from __future__ import annotations
 
+import atexit
+import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,6 +24,7 @@ from trtllm_kvmap.exchange.messages import Address, Offer
 from trtllm_kvmap.exchange.transport import TransferError
 
 BINDINGS = ("nixl_cu13._api", "nixl_cu12._api")
+ANSWER_SECONDS = 0.001  # how long a peer that introduces itself waits at most
 
 
 def load_api() -> Any:
@@ -49,8 +53,7 @@ class NixlTransport:
             self._exposing = _Agent(self._api, answers=True)
         self._exposing.register(pool)
         device = -1 if pool.data.device.type == "cpu" else pool.data.device.index
-        token = self._exposing.agent.get_agent_metadata()
-        return Address("nixl", pool.data.data_ptr(), device, token)
+        return Address("nixl", pool.data.data_ptr(), device, self._exposing.metadata())
 
     def open(self, offer: Offer, landing: BlockPool) -> NixlReader:
         if self._reading is None:
@@ -71,15 +74,26 @@ class _Agent:
     """A NIXL agent whose name nobody else has, the memory it knows and the peers it has met."""
 
     def __init__(self, api: Any, *, answers: bool) -> None:
-        config = api.nixl_agent_config(enable_prog_thread=answers, backends=["UCX"])
+        config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         self.agent = api.nixl_agent(f"kvmap-{uuid.uuid4().hex}", config)
         self.peers: dict[bytes, Any] = {}  # by their metadata
         self._registered: dict[int, Any] = {}  # by the address of a pool
+        self._in_use, self._closing = threading.Lock(), threading.Event()
+        self._answering = threading.Thread(target=self._answer, name="kvmap-nixl", daemon=True)
+        if answers:
+            self._answering.start()
+            atexit.register(self._stop)  # or the interpreter ends while it is inside NIXL
 
     def register(self, pool: BlockPool) -> None:
         where = pool.data.data_ptr()
         if where not in self._registered:
-            self._registered[where] = self.agent.register_memory(pool.data)
+            with self._in_use:
+                self._registered[where] = self.agent.register_memory(pool.data)
+
+    def metadata(self) -> bytes:
+        with self._in_use:
+            token: bytes = self.agent.get_agent_metadata()
+        return token
 
     def meet(self, token: bytes) -> None:
         if token not in self.peers:
@@ -90,12 +104,24 @@ class _Agent:
         self.agent.remove_remote_agent(self.peers.pop(token))
 
     def close(self) -> None:
+        self._stop()
         for peer in set(self.peers.values()):
             self.agent.remove_remote_agent(peer)
         for registered in self._registered.values():
             self.agent.deregister_memory(registered)
         self.peers.clear()
         self._registered.clear()
+
+    def _answer(self) -> None:
+        while not self._closing.wait(ANSWER_SECONDS):
+            with self._in_use:
+                self.agent.get_new_notifs()  # nobody sends any: what counts is that UCX gets a turn
+
+    def _stop(self) -> None:
+        self._closing.set()
+        if self._answering.is_alive():
+            self._answering.join()
+        atexit.unregister(self._stop)
 
 
 class NixlReader:

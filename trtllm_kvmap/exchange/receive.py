@@ -57,6 +57,21 @@ def receive_blocks(
     ``wait_seconds`` and what transfers under way then need to stop (at most the offer's lease).
     """
     until = time.monotonic() + wait_seconds
+    # Checksums of what has landed are taken beside the next transfer, not before it.
+    with ThreadPoolExecutor(1, "kvmap-checksum") as checker:
+        checker.submit(bool)  # so that the thread is there before the first block is
+        return _wait_for(listener, expected, transports, landing, checker, until, cancelled)
+
+
+def _wait_for(
+    listener: Listener,
+    expected: Expected,
+    transports: Mapping[str, Transport],
+    landing: BlockPool,
+    checker: ThreadPoolExecutor,
+    until: float,
+    cancelled: Callable[[], bool],
+) -> Received | NotReceived:
     stray = ""
     while not cancelled():
         left = until - time.monotonic()
@@ -66,7 +81,7 @@ def receive_blocks(
         if channel is None:
             continue
         try:
-            exchange = _Exchange(channel, expected, transports, landing, until - time.monotonic())
+            exchange = _Exchange(channel, expected, transports, landing, checker, until)
             result = exchange.run(cancelled)
         finally:
             channel.close()
@@ -85,19 +100,18 @@ class _Exchange:
         expected: Expected,
         transports: Mapping[str, Transport],
         landing: BlockPool,
-        wait_seconds: float,
+        checker: ThreadPoolExecutor,
+        until: float,
     ) -> None:
-        self.end = TargetEnd(
-            expected.request_id, self._judge, now=time.monotonic(), wait_seconds=wait_seconds
-        )
+        now = time.monotonic()
+        self.end = TargetEnd(expected.request_id, self._judge, now=now, wait_seconds=until - now)
         self._channel, self._expected = channel, expected
         self._transports, self._landing = transports, landing
         self._local: tuple[int, ...] = ()
         self._reader: Reader | None = None
         self._running: list[tuple[Blocks, Any]] = []  # transfers under way
         self._checking: list[tuple[Blocks, Future[tuple[int, ...]]]] = []
-        # Checksums of what has landed are taken beside the next transfer, not before it.
-        self._checker = ThreadPoolExecutor(1, "kvmap-checksum")
+        self._checker = checker
         self._lost = self._deaf = False
 
     def run(self, cancelled: Callable[[], bool]) -> Received | NotReceived:
@@ -109,7 +123,6 @@ class _Exchange:
                 self._look()
                 self._act(self.end.tick(time.monotonic()))
         finally:
-            self._checker.shutdown()
             if self._reader is not None:
                 self._reader.close()
         assert self.end.reason is not None
