@@ -41,6 +41,7 @@ GEMM, TILE, STRIP = "groupedGemm.cuh", "finishTile.cuh", "stripRope.cuh"
 RESOLVE, COPY, HOST = "resolveTokens.cuh", "copyHeads.cuh", "mapKvCacheCuda.cu"
 CELLS, PACK, HOPPER = "cacheElements.cuh", "packMap.cpp", "groupedGemmHopper.cuh"
 FLOAT8, LAYOUT, CLUSTER = "float8Weights.cuh", "packedMap.h", "clusterItems.cuh"
+ROWS = "finishRows.cuh"
 
 MUTANTS = (
     # The ring of asynchronous copies.
@@ -427,8 +428,8 @@ MUTANTS = (
     ),
     Mutant(
         HOPPER,
-        "firstRow = warpRow + 64 * p + 8 * h;",
-        "firstRow = warpRow + 16 * p + 8 * h;",
+        "row = warpRow + 64 * p;",
+        "row = warpRow + 16 * p;",
         "epilogue row of the second product",
     ),
     Mutant(
@@ -561,16 +562,58 @@ MUTANTS = (
     ),
     # Hopper: rows that leave through a warp's own staging.
     Mutant(
-        HOPPER,
-        "            __syncwarp();\n            scatterTile<",
-        "            scatterTile<",
+        ROWS,
+        "        __syncwarp();\n        writeHeadRows<",
+        "        writeHeadRows<",
+        "rows of a head are written before every lane has staged them",
+    ),
+    Mutant(
+        ROWS,
+        "        __syncwarp();\n        writeTileRows<",
+        "        writeTileRows<",
         "rows are written before every lane has staged them",
     ),
     Mutant(
-        HOPPER,
-        "            __syncwarp(); // the next rows take their place\n",
+        ROWS,
+        "    __syncwarp(); // the next rows take their place\n",
         "",
         "the next rows are staged over those still being written",
+    ),
+    Mutant(
+        ROWS,
+        "(moves ? j % 2 * 4 : 0)",
+        "0",
+        "channels of a head that turns overwrite each other in staging",
+    ),
+    Mutant(
+        ROWS,
+        "(args.rotaryDim / 2) + lane % 4;",
+        "(args.rotaryDim / 2);",
+        "four pairs turn by the angle of the first",
+    ),
+    Mutant(
+        ROWS,
+        "turns ? sin[4 * j] : 0.0f",
+        "turns ? sin[4 * first] : 0.0f",
+        "four steps of eight columns take the first one's sine",
+    ),
+    Mutant(
+        ROWS,
+        "bias[n][1] = biases[8 * j + 1];",
+        "bias[n][1] = biases[8 * j];",
+        "both channels of a pair of a head get the first one's bias",
+    ),
+    Mutant(
+        ROWS,
+        "args.headLists[group.headList + column / kColumns]",
+        "args.headLists[group.headList]",
+        "every tile is the first head of its group",
+    ),
+    Mutant(
+        ROWS,
+        "if (token.sourceBlock < 0)",
+        "if (token.sourceBlock < -9)",
+        "skipped tokens and the rows that fill up a tile of a head are written",
     ),
     Mutant(
         HOPPER,
@@ -587,8 +630,10 @@ MUTANTS = (
 )
 
 
-def run_checks(library_path: Path) -> str:
-    """The first check that a library fails, or an empty string."""
+def run_checks(library_path: Path, hopper_first: bool = False) -> str:
+    """The first check that a library fails, or an empty string. ``hopper_first``: a change in the
+    Hopper kernel alone shows in its own checks, so they come before the others.
+    """
     import ctypes as c
 
     import test_kernels as t
@@ -603,6 +648,7 @@ def run_checks(library_path: Path) -> str:
             t.LONG_K,
             t.TWO_TILES,
             t.TILE_PAIRS,
+            t.TILE_HEADS,
             t.HEADS_OF_128,
             t.COPY_PARTIAL,
         )
@@ -637,7 +683,9 @@ def run_checks(library_path: Path) -> str:
         ("source-heads-of-128", {"variant": t.HOPPER}),
         ("pooled-with-own-layer-0", {"variant": t.HOPPER}),
         ("tile-pairs", {"variant": t.HOPPER}),
+        ("tiles-of-heads", {"variant": t.HOPPER}),
     ]
+    half.sort(key=lambda check: hopper_first and check[1].get("variant") != t.HOPPER)
     library = load(library_path)
     for seed in (1, 2):
         library.kernelOptions(0, 0, 0, c.c_uint64(seed))
@@ -660,10 +708,10 @@ def run_checks(library_path: Path) -> str:
     return ""
 
 
-def _child(path: Path, queue: multiprocessing.SimpleQueue[str]) -> None:
+def _child(path: Path, hopper_first: bool, queue: multiprocessing.SimpleQueue[str]) -> None:
     # Processor time, not time on the clock: a busy machine is no endless loop.
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
-    queue.put(run_checks(path))
+    queue.put(run_checks(path, hopper_first))
 
 
 def try_mutant(mutant: Mutant | None, folder: Path) -> str:
@@ -690,7 +738,8 @@ def try_mutant(mutant: Mutant | None, folder: Path) -> str:
         folder / "objects",
     )
     queue: multiprocessing.SimpleQueue[str] = multiprocessing.SimpleQueue()
-    process = multiprocessing.Process(target=_child, args=(library, queue))
+    hopper_first = mutant is not None and mutant.file in (HOPPER, CLUSTER, ROWS)
+    process = multiprocessing.Process(target=_child, args=(library, hopper_first, queue))
     process.start()
     process.join()
     if process.exitcode == -signal.SIGXCPU or process.exitcode == -signal.SIGKILL:

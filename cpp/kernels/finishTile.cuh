@@ -107,7 +107,14 @@ __device__ __forceinline__ void stagePair(GemmArgs const& args, ColumnPair const
     out[pair.place[1]] = b;
 }
 
-//! Write a staged tile: \p kWidth channels of one head of one token at a time. \p thread: which of the kThreads.
+//! The first channel of a run of kVector staged columns.
+__device__ __forceinline__ int32_t channelOfRun(GemmArgs const& args, int32_t inHead, int32_t turning)
+{
+    bool const moved = inHead < turning && untangles(args);
+    return moved ? (inHead & ~15) / 2 + (inHead & kVector ? turning / 2 : 0) : inHead;
+}
+
+//! Write a staged tile: \p kWidth channels of one head of one token at a time. \p thread: which of kThreads.
 template <int kRows, int kColumns, int kThreads, int kWidth>
 __device__ __forceinline__ void scatterPieces(GemmArgs const& args, MapGroup const& group, int32_t column,
     int32_t firstRow, float const* staging, int32_t thread)
@@ -128,8 +135,7 @@ __device__ __forceinline__ void scatterPieces(GemmArgs const& args, MapGroup con
         int32_t channel = channelOfColumn(inHead, turning, args.interleaved);
         if (kWidth > 1)
         {
-            bool const moved = inHead < turning && untangles(args);
-            channel = moved ? (inHead & ~15) / 2 + (inHead & kVector ? turning / 2 : 0) : inHead;
+            channel = channelOfRun(args, inHead, turning);
         }
         float const* const from = staging + row * (kColumns + kStagingPadding) + inTile;
         float y[kWidth];
@@ -145,17 +151,18 @@ __device__ __forceinline__ void scatterPieces(GemmArgs const& args, MapGroup con
     }
 }
 
-template <int kRows, int kColumns, int kThreads>
-__device__ __forceinline__ void scatterTile(GemmArgs const& args, MapGroup const& group, int32_t column,
-    int32_t firstRow, float const* staging, int32_t thread)
+template <int kRows, int kColumns>
+__device__ __forceinline__ void scatterTile(
+    GemmArgs const& args, MapGroup const& group, int32_t column, int32_t firstRow, float const* staging)
 {
+    int32_t const thread = static_cast<int32_t>(threadIdx.x);
     if (args.takesVectors)
     {
-        scatterPieces<kRows, kColumns, kThreads, kVector>(args, group, column, firstRow, staging, thread);
+        scatterPieces<kRows, kColumns, kGemmThreads, kVector>(args, group, column, firstRow, staging, thread);
     }
     else
     {
-        scatterPieces<kRows, kColumns, kThreads, 1>(args, group, column, firstRow, staging, thread);
+        scatterPieces<kRows, kColumns, kGemmThreads, 1>(args, group, column, firstRow, staging, thread);
     }
 }
 

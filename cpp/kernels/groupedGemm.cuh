@@ -296,8 +296,7 @@ __device__ __forceinline__ void finishItem(GemmArgs const& args, MapGroup const&
         }
     }
     __syncthreads();
-    scatterTile<Shape::kRows, Shape::kColumns, kGemmThreads>(
-        args, group, column, firstRow, staging, static_cast<int32_t>(threadIdx.x));
+    scatterTile<Shape::kRows, Shape::kColumns>(args, group, column, firstRow, staging);
     __syncthreads(); // staging and ring are the same memory
 }
 

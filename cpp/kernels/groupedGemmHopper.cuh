@@ -12,6 +12,7 @@
 #pragma once
 
 #include "kernels/clusterItems.cuh"
+#include "kernels/finishRows.cuh"
 #include "kernels/ptxHopper.cuh"
 
 namespace trtllm_kvmap::kernels
@@ -34,7 +35,6 @@ struct HopperShape
     static constexpr int kWeightBlockBytes = kBlockElements * 2;
     static constexpr int kStageBytes = kInputBytes + kColumns / kBlockColumns * kWeightBlockBytes;
     static constexpr int kRingBytes = kStages * kStageBytes;
-    static constexpr int kStagedRows = 8; // of a warp at a time
     static constexpr int kWarpStagingBytes = stagingBytes(kStagedRows, kColumns);
     static constexpr int kBarriers = kRingBytes + kGemmThreads / 32 * kWarpStagingBytes; // where they begin
     static constexpr int kBarrierBytes = 8;
@@ -200,33 +200,21 @@ __device__ __forceinline__ void multiplyHopperItem(
     }
 }
 
-//! Bias, rotation and rounding, each warp for its own rows: \p staging is the warp's, for eight rows at a time.
+//! Bias, rotation and rounding, each warp for its own rows: \p staging is the warp's.
 __device__ __forceinline__ void finishHopperItem(
     GemmArgs const& args, WorkItem const& work, float* staging, HopperAccumulators const& accumulators)
 {
+    constexpr int kCOLUMNS = HopperShape::kColumns;
     int32_t const warp = static_cast<int32_t>(threadIdx.x) / 32;
     int32_t const lane = static_cast<int32_t>(threadIdx.x) % 32;
-    int32_t const warpRow
-        = work.firstRow + warp / 4 * (HopperShape::kRows / HopperShape::kWarpgroups) + warp % 4 * 16;
+    int32_t const warpRow = work.firstRow + warp / 4 * (HopperShape::kRows / HopperShape::kWarpgroups) + warp % 4 * 16;
+    bool const isHead = tilesAreHeads<kCOLUMNS>(args, work.group);
 #pragma unroll
     for (int p = 0; p < HopperShape::kProducts; ++p)
     {
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-        {
-            int32_t const firstRow = warpRow + 64 * p + 8 * h;
-#pragma unroll
-            for (int j = 0; j < HopperShape::kColumns / 8; ++j)
-            {
-                ColumnPair const pair = columnPair<false>(args, work.group, work.column, 8 * j + 2 * (lane % 4));
-                stagePair<HopperShape::kColumns, false>(args, pair, firstRow, lane / 4,
-                    accumulators[p][4 * j + 2 * h], accumulators[p][4 * j + 2 * h + 1], staging);
-            }
-            __syncwarp();
-            scatterTile<HopperShape::kStagedRows, HopperShape::kColumns, 32>(
-                args, work.group, work.column, firstRow, staging, lane);
-            __syncwarp(); // the next rows take their place
-        }
+        int32_t const row = warpRow + 64 * p;
+        finishRows<0, kCOLUMNS>(args, work.group, work.column, isHead, row, accumulators[p], staging, lane);
+        finishRows<1, kCOLUMNS>(args, work.group, work.column, isHead, row + 8, accumulators[p], staging, lane);
     }
 }
 

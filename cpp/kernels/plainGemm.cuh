@@ -86,8 +86,7 @@ __global__ void __launch_bounds__(kGemmThreads) plainGemm(__grid_constant__ Gemm
             }
         }
         __syncthreads();
-        scatterTile<Shape::kRows, Shape::kColumns, kGemmThreads>(
-            args, item.group, item.column, item.firstRow, inputs, thread);
+        scatterTile<Shape::kRows, Shape::kColumns>(args, item.group, item.column, item.firstRow, inputs);
         __syncthreads();
     }
 }

@@ -55,6 +55,21 @@ TILE_PAIRS = replace(
     scope="pooled",
     num_tokens=560,
 )
+# Column tiles that are whole heads of 128, which the Hopper kernel ends in a shorter way.
+TILE_HEADS = replace(
+    TILE_PAIRS,
+    id="tiles-of-heads",
+    target=replace(
+        TARGET, layers=1, heads=3, head_dim=128, rope=replace(TARGET.rope, rotary_dim=128)
+    ),
+    num_tokens=300,
+)
+TILE_HEADS_INTERLEAVED = replace(
+    TILE_HEADS,
+    id="tiles-of-interleaved-heads",
+    target=replace(TILE_HEADS.target, rope=replace(TILE_HEADS.target.rope, interleaved=True)),
+    num_tokens=13,
+)
 # Pairs 16 channels apart, which different lanes of a warp have read.
 _TURNED = next(case for case in SCOPES if case.id == "copy-turned")
 COPY_PARTIAL = replace(
@@ -153,7 +168,10 @@ HEADS_OF_64 = (
     HEADS_OF_128,
     *(
         case
-        for case in map(with_heads_of_64, (*SHORT, LONG_K, TWO_TILES, TILE_PAIRS))
+        for case in map(
+            with_heads_of_64,
+            (*SHORT, LONG_K, TWO_TILES, TILE_PAIRS, TILE_HEADS, TILE_HEADS_INTERLEAVED),
+        )
         if case.source.head_dim == 64
     ),
 )
@@ -276,7 +294,7 @@ def test_kernels_widen_every_float8_number(library: c.CDLL, dtype: str) -> None:
     ("variant", "case"),
     [
         *((v, case) for v in (*VARIANTS.values(), HOPPER) for case in (LONG_K, TWO_TILES)),
-        (HOPPER, TILE_PAIRS),
+        *((HOPPER, case) for case in (TILE_PAIRS, TILE_HEADS)),
     ],
     ids=lambda given: given.id if isinstance(given, Case) else None,
 )

@@ -18,6 +18,8 @@ from test_kernels import (
     FLOAT8_WEIGHTS,
     HEADS_OF_128,
     LONG_K,
+    TILE_HEADS,
+    TILE_HEADS_INTERLEAVED,
     TILE_PAIRS,
     TORCH,
     TWO_TILES,
@@ -106,6 +108,8 @@ HOPPER_CASES = (
     LONG_K,
     TWO_TILES,
     TILE_PAIRS,
+    TILE_HEADS,
+    TILE_HEADS_INTERLEAVED,
 )
 
 
