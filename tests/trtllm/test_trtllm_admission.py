@@ -11,6 +11,7 @@ import fake_blocks
 import fake_tensorrt_llm as fake
 import pytest
 import torch
+import transformers
 from connector_world import World
 from fake_host import Shell, llm_args, start_target, write_settings
 
@@ -74,6 +75,18 @@ def test_the_engine_must_run_the_model_the_map_was_fitted_for(
 ) -> None:
     with pytest.raises(MismatchError, match="fitted for another target model"):
         imported.connector.KvMapWorker(llm_args(SOURCE))
+
+
+def test_the_check_of_the_weights_does_not_load_the_model(
+    imported: Shell, settings: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large target in float32 may not even fit beside the engine's own."""
+
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", refuse)
+    imported.connector.KvMapWorker(llm_args(TARGET))
 
 
 @pytest.mark.parametrize(

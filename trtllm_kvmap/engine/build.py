@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Protocol
 
 from trtllm_kvmap.artifact.container import read_digest
-from trtllm_kvmap.artifact.fingerprint import Fingerprint
 from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.artifact.whole import require_writable
 from trtllm_kvmap.engine.config import PipelineConfig
@@ -27,7 +26,7 @@ from trtllm_kvmap.engine.manifest import (
 from trtllm_kvmap.engine.pair import read_side, require_pair
 from trtllm_kvmap.engine.plan import EnginePlan, plan_pipeline
 from trtllm_kvmap.errors import InputError
-from trtllm_kvmap.models import load_model
+from trtllm_kvmap.models import read_fingerprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,7 @@ def build_pipeline(
     kvmap = KvMap.load(kvmap_path, allow_unproven=allow_unproven)
     sides = read_side(source), read_side(target)
     require_pair(*sides, config, kvmap)
-    kvmap.require_models(*(_fingerprint(side.folder) for side in sides))
+    kvmap.require_models(*(read_fingerprint(side.folder) for side in sides))
     plan = plan_pipeline(*sides, config, kvmap)
     with _folder_beside(out) as folder:
         for engine in (plan.source, plan.target):
@@ -96,11 +95,6 @@ def build_pipeline(
         )
         manifest.write(folder)
     return manifest
-
-
-def _fingerprint(folder: Path) -> Fingerprint:
-    """Loads the weights on the CPU, and lets go of them."""
-    return load_model(folder).fingerprint
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from trtllm_kvmap.inject.trtllm.host import KvCacheConnectorWorker
 from trtllm_kvmap.inject.trtllm.pool import view_pool
 from trtllm_kvmap.inject.trtllm.process import this_target
 from trtllm_kvmap.mapper.pool import KvPool
-from trtllm_kvmap.models import load_model
+from trtllm_kvmap.models import read_fingerprint, read_spec
 
 
 class KvMapWorker(KvCacheConnectorWorker):  # type: ignore[misc]
@@ -34,10 +34,9 @@ class KvMapWorker(KvCacheConnectorWorker):  # type: ignore[misc]
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)
         target = this_target()
-        model = load_model(llm_args.model)
-        target.kvmap.target_fingerprint.require(model.fingerprint, "target")
-        require_engine(llm_args, model.spec, target.kvmap)
-        self._spec = model.spec
+        self._spec = read_spec(llm_args.model)
+        target.kvmap.target_fingerprint.require(read_fingerprint(llm_args.model), "target")
+        require_engine(llm_args, self._spec, target.kvmap)
         self._tokens_per_block = llm_args.kv_cache_config.tokens_per_block
         self._bands = make_bands(
             target.kvmap, target.blocks, target.config.backend, self.layers_per_band

@@ -15,7 +15,7 @@ from trtllm_kvmap.inject.vllm.host import describe_host
 from trtllm_kvmap.inject.vllm.layout import is_proven, view_pool
 from trtllm_kvmap.inject.vllm.scheduler import StepOrders, StepReport
 from trtllm_kvmap.mapper.pool import KvPool
-from trtllm_kvmap.models import load_model
+from trtllm_kvmap.models import read_fingerprint
 
 
 class VllmWorker:
@@ -29,8 +29,8 @@ class VllmWorker:
         self._report = StepReport()
         if config.blocks:
             self._kvmap, _ = config.load_map()
-            model = load_model(vllm_config.model_config.model)
-            self._kvmap.target_fingerprint.require(model.fingerprint, "target")
+            fingerprint = read_fingerprint(vllm_config.model_config.model)
+            self._kvmap.target_fingerprint.require(fingerprint, "target")
             self._handoffs = HandoffWorker(
                 self._kvmap, import_object(config.blocks), config.backend
             )
