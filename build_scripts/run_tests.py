@@ -35,6 +35,8 @@ NIXL = ("nixl-cu13==1.5.1", "xxhash==4.1.0")
 BROWSER = ("PySide6-Essentials==6.9.3", "PySide6-Addons==6.9.3")
 # The harness whose tasks and command line the adapter is held to.
 LMEVAL = ("lm-eval==0.4.13",)
+# An object store's client, and a server that speaks its protocol.
+S3 = ("s3fs==2026.9.0", "moto[server]==5.2.5")
 # What the tests need beside vLLM's own requirements, which are files of theirs.
 BESIDE_VLLM = ("torch==2.13.0", "pytest==9.2.0", "hypothesis==6.170.17")
 VLLM = ("tests/vllm/requirements.txt", "tests/vllm/requirements-engine.txt")
@@ -86,6 +88,12 @@ LANES = (
         Environment(".venv-lmeval", (*MAIN, *LMEVAL), extras="[test]"),
         ("tests/lmeval", "tests/unit/test_lm_eval_adapter.py"),
         5,
+    ),
+    Lane(
+        "s3",
+        Environment(".venv-s3", (*MAIN, *S3), extras="[test]"),
+        ("tests/unit/test_registry.py",),
+        3,
     ),
     Lane("triton", triton_server.ENVIRONMENT, ("tests/tritonserver",), 5),
     Lane("vllm", Environment(".venv-vllm", BESIDE_VLLM, frozen=VLLM), ("tests/vllm",), 5, (3, 11)),

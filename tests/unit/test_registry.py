@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from fit_rows import make_spec
@@ -46,10 +47,40 @@ def prints(pair: Pair) -> tuple[Any, Any]:
     return pair[0].fingerprint, pair[1].fingerprint
 
 
-@pytest.fixture(params=["folder", "memory"])
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[str]:
+    """A bucket of a real S3 protocol on this machine (moto's server), and s3fs told of it."""
+    absent = "no {} here; build_scripts/run_tests.py -k s3 installs it"
+    s3fs = pytest.importorskip("s3fs", reason=absent.format("s3fs"))
+    moto = pytest.importorskip("moto.server", reason=absent.format("moto's server"))
+    print(f"s3fs {s3fs.__version__}, {s3fs.__file__}")
+    server = moto.ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in {
+                "AWS_ENDPOINT_URL": "http://{}:{}".format(*server.get_host_and_port()),
+                "AWS_ACCESS_KEY_ID": "test",
+                "AWS_SECRET_ACCESS_KEY": "test",
+                "AWS_DEFAULT_REGION": "us-east-1",
+            }.items():
+                patch.setenv(name, value)
+            s3fs.S3FileSystem.clear_instance_cache()
+            s3fs.S3FileSystem().mkdir("registry")
+            yield "s3://registry"
+            s3fs.S3FileSystem.clear_instance_cache()
+    finally:
+        server.stop()
+
+
+@pytest.fixture(params=["folder", "memory", "s3"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A new place of each kind: a folder, and a file system that is none."""
-    return str(tmp_path / "maps") if request.param == "folder" else f"memory://{tmp_path.name}/maps"
+    """A new place of each kind: a folder, a file system that is none, and an object store."""
+    if request.param == "folder":
+        return str(tmp_path / "maps")
+    if request.param == "memory":
+        return f"memory://{tmp_path.name}/maps"
+    return f"{request.getfixturevalue('bucket')}/{tmp_path.name}/maps"
 
 
 def test_maps_of_every_direction_are_listed_and_loaded(url: str, pair: Pair) -> None:
@@ -65,6 +96,16 @@ def test_maps_of_every_direction_are_listed_and_loaded(url: str, pair: Pair) -> 
     with pytest.raises(UnprovenError, match="no evidence"):
         registry.load(*prints(back))
     assert registry.load(*prints(back), allow_unproven=True).source == pair[1].spec
+
+
+def test_what_another_process_stores_is_seen(url: str, pair: Pair) -> None:
+    registry = Registry(url)
+    registry.add(proven(pair))
+    assert len(registry.entries()) == 1
+    files, root = fsspec.core.url_to_fs(url, skip_instance_cache=True)
+    (held,) = files.find(root)
+    files.copy(held, held.replace("-to-", "-and-"))
+    assert len(registry.entries()) == 2
 
 
 def test_the_best_proven_map_comes_first(tmp_path: Path, pair: Pair) -> None:

@@ -42,7 +42,8 @@ class Registry:
         public_key: bytes | None = None,
     ) -> None:
         try:
-            self._files, self._root = fsspec.core.url_to_fs(str(url))
+            # A client that remembers listings would not see what others store meanwhile.
+            self._files, self._root = fsspec.core.url_to_fs(str(url), use_listings_cache=False)
         except (ImportError, ValueError) as error:
             raise InputError(f"{url} cannot be opened as a registry: {error}.") from error
         self.url, self.public_key = str(url), public_key
