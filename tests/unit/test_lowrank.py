@@ -12,7 +12,7 @@ from fit_rows import draw_rows, targets_of
 from trtllm_kvmap.artifact.moments import MomentSet
 from trtllm_kvmap.errors import InputError, MismatchError
 from trtllm_kvmap.fit import FitConfig, fit
-from trtllm_kvmap.fit.lowrank import EVERY_DIRECTION
+from trtllm_kvmap.fit.lowrank import EVERY_DIRECTION, geometric_mean
 
 ROWS = draw_rows((3, 2, 4), (3, 2, 6))
 POOLED = FitConfig(scope="pooled", k=2, ridge=0.02)
@@ -31,8 +31,9 @@ def weighed_moments() -> tuple[MomentSet, dict[str, np.ndarray]]:
 
 
 def cost(group, metrics, weight: np.ndarray, exact: np.ndarray) -> dict[str, float]:
-    """What replacing ``exact`` by ``weight`` costs, from the rows: by the output, by the data (the
-    ridge's penalty included in both), and the squared change of the weight.
+    """What replacing ``exact`` by ``weight`` costs: by the data, from the rows and the ridge's
+    penalty; the squared change of the weight; and by the output, where inputs count by the
+    geometric mean of the two and errors by the metric, half and half with themselves.
     """
     x, targets = ROWS.stack(group.slices), targets_of(group)
     x = x - x.mean(0)
@@ -43,15 +44,35 @@ def cost(group, metrics, weight: np.ndarray, exact: np.ndarray) -> dict[str, flo
         ]
     )
     rows = np.concatenate([x, np.diag(np.sqrt(penalty))])
-    error = (rows @ (weight - exact)).reshape(len(rows), len(targets), 6)
     here = np.stack([metrics[t] for t in targets])
-    mean = np.diagonal(here, axis1=1, axis2=2).mean()
-    here = here / mean + EVERY_DIRECTION * np.eye(6)
+    here /= np.diagonal(here, axis1=1, axis2=2).mean()
+    metric = np.zeros((6 * len(targets), 6 * len(targets)))
+    for number, block in enumerate(here):
+        metric[6 * number : 6 * number + 6, 6 * number : 6 * number + 6] = block
+    metric += EVERY_DIRECTION * np.eye(len(metric))
+    inputs = mean_of(exact.T @ exact, exact.T @ rows.T @ rows @ exact)
+    left = np.eye(len(metric)) - np.linalg.pinv(exact) @ weight  # of the outputs
     return {
-        "output": float(np.einsum("tha,hab,thb->", error, here, error)),
-        "data": float((error**2).sum()),
+        "output": float(np.trace(left.T @ inputs @ left @ metric)),
+        "data": float(((rows @ (weight - exact)) ** 2).sum()),
         "plain": float(((weight - exact) ** 2).sum()),
     }
+
+
+def mean_of(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """A (A^-1 B)^1/2, the geometric mean written the other way."""
+    values, vectors = np.linalg.eig(np.linalg.solve(a, b))
+    return np.real(a @ (vectors * np.sqrt(values)) @ np.linalg.inv(vectors))
+
+
+def test_the_geometric_mean_is_the_one_that_solves_its_equation() -> None:
+    rng = np.random.default_rng(6)
+    a, b = (torch.from_numpy(x @ x.T) for x in rng.normal(size=(2, 5, 5)))
+    mean = geometric_mean(a, b)  # the one positive definite X with X A^-1 X = B
+    torch.testing.assert_close(mean @ torch.linalg.solve(a, mean), b)
+    torch.testing.assert_close(geometric_mean(b, a), mean)
+    flat = torch.zeros(5, 5, dtype=torch.float64)
+    assert bool(torch.isfinite(geometric_mean(flat, flat)).all())
 
 
 @pytest.mark.parametrize("rank", [1, 3, 7])
@@ -104,7 +125,7 @@ def test_a_rank_that_is_full_changes_nothing() -> None:
 
 
 def test_output_needs_a_metric() -> None:
-    with pytest.raises(MismatchError, match="calibrate with weighting sensitivity"):
+    with pytest.raises(MismatchError, match="calibrate with weighting sensitivity or attention"):
         fit(ROWS.moment_set(), replace(POOLED, rank=2, cut="output"))
 
 

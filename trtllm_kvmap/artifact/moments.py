@@ -77,8 +77,8 @@ class MomentPart:
 
     A fit can only use slices that stand in one part together. ``slices`` may include the target's
     own layer 0 (origin "target"); ``targets`` are the target's slices to be predicted. ``metric``,
-    float64 [targets, head_dim, head_dim], is there when rows were weighed by the target's
-    sensitivity: what an error of each target slice costs, summed g g^T (calibrate/sensitivity.py).
+    float64 [targets, head_dim, head_dim], is there when rows were weighed: e^T M e is what an error
+    e of each target slice costs (calibrate/regard.py).
     """
 
     slices: tuple[Slice, ...]
@@ -125,8 +125,8 @@ class MomentSet:
             )
         if [p.metric is None for p in self.parts] != [p.metric is None for p in other.parts]:
             raise MismatchError(
-                "One of the two moments files weighs its tokens by sensitivity, the other does "
-                "not; calibrate both with the same weighting."
+                "One of the two moments files weighs its tokens, the other does not; calibrate "
+                "both with the same weighting."
             )
         parts = tuple(
             replace(

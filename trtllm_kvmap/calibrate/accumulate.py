@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from trtllm_kvmap.artifact.moments import MomentPart, Moments
 from trtllm_kvmap.calibrate.capture import CapturedKv
 from trtllm_kvmap.calibrate.parts import PartPlan
-from trtllm_kvmap.calibrate.sensitivity import row_weights
+from trtllm_kvmap.calibrate.regard import Regard, row_weights
 from trtllm_kvmap.spec.slices import Slice
 
 # Gram rows computed at a time: bounds the float32 workspace at this many rows of the gram.
@@ -24,8 +22,8 @@ class PartSums:
     part would otherwise lose their variation to float32 rounding. Documents are added in float64,
     one at a time, so how they are spread over ranks changes no more than the order of float64 sums.
 
-    When rows are ``weighted``, ``metric`` float64 [targets, head_dim, head_dim] adds up the outer
-    products of the gradients (sensitivity.py), whose squares are the weights.
+    When rows are ``weighted``, ``metric`` float64 [targets, head_dim, head_dim] adds up what errors
+    of each target slice cost (regard.py).
     """
 
     def __init__(
@@ -84,18 +82,17 @@ class PartSums:
         self.target_square.addcmul_(y_sum, y_sum, value=1 / tokens)
         self.count += tokens
 
-    def add_gradients(
-        self, gradients: Sequence[CapturedKv], skip_first: int, ess_floor: float
-    ) -> torch.Tensor:
-        """Add the outer products of the gradients to the metric; returns the weights for add."""
-        targets = self.plan.targets
+    def add_regard(self, regard: Regard, skip_first: int, ess_floor: float) -> torch.Tensor:
+        """Add what errors cost to the metric; returns the document's weights for add."""
         squares = torch.zeros(())
-        for gradient in gradients:
-            g = _columns(targets, gradient, gradient)[skip_first:]
-            g = g.view(len(g), len(targets), -1)
-            squares = squares + g.square().sum((1, 2))
+        for number, t in enumerate(self.plan.targets):
+            rows, metric = (
+                (each.keys if t.field == "key" else each.values)[t.layer, t.head].cpu()
+                for each in (regard.rows, regard.metric)
+            )
+            squares = squares + rows[skip_first:]
             if self.metric is not None:
-                self.metric.add_(torch.einsum("tsd,tse->sde", g, g))
+                self.metric[number].add_(metric)
         return row_weights(squares, ess_floor)
 
     def part(self) -> MomentPart:

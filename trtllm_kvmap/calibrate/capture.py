@@ -6,15 +6,17 @@ are read: after k-norm and bias, whatever the architecture, and without a hook i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from transformers import DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trtllm_kvmap.artifact.native import SinkEntry, TokenTable
-from trtllm_kvmap.errors import NumericsError
+from trtllm_kvmap.errors import NumericsError, UnavailableError
 from trtllm_kvmap.models import LoadedModel
 from trtllm_kvmap.rotary import remove_rope
 
@@ -69,6 +71,80 @@ def cache_of(keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> Dy
     for layer, (k, v) in enumerate(zip(keys, values, strict=True)):
         cache.update(k, v, layer)
     return cache
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """What one layer's attention is given: rotated queries [num_heads, num_tokens, head_dim],
+    rotated keys and values [num_kv_heads, num_entries, head_dim], and the factor on the products of
+    queries and keys. The queries are those of the last entries.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    scaling: float
+
+    def grouped(self) -> torch.Tensor:
+        """The queries by the KV head they read, [num_kv_heads, queries of the group, head_dim]."""
+        return self.queries.reshape(len(self.keys), -1, self.queries.shape[-1])
+
+    def shares(self) -> torch.Tensor:
+        """How much of each query's attention each entry gets, float32 [num_kv_heads, queries of the
+        group, num_entries].
+        """
+        num_tokens, num_entries = self.queries.shape[1], self.keys.shape[1]
+        scores = self.grouped().float() @ self.keys.float().mT * self.scaling
+        last = torch.arange(num_entries - num_tokens, num_entries, device=scores.device)
+        later = torch.arange(num_entries, device=scores.device) > last[:, None]
+        group = scores.shape[1] // num_tokens
+        return scores.masked_fill(later.repeat(group, 1), float("-inf")).softmax(-1)
+
+    def products(self) -> torch.Tensor:
+        """sum q q^T over the queries of a KV head, float64 [num_kv_heads, head_dim, head_dim]."""
+        q = self.grouped().double()
+        return q.mT @ q
+
+
+@contextmanager
+def attention_given(loaded: LoadedModel) -> Iterator[list[Attention]]:
+    """Collects, layer by layer, what attention is given while the block runs ``loaded`` on one
+    sequence. Queries are taken where every architecture hands them over, after norm and rotation.
+    """
+    given: list[Attention] = []
+    model: Any = loaded.model
+    own = set(model.modules())
+    usual, attend = model.config._attn_implementation, ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def noted(module: Any, *tensors: torch.Tensor, **more: Any) -> Any:
+        if module in own:  # another model may run in another thread
+            query, key, value = (tensor[0].detach() for tensor in tensors[:3])
+            given.append(Attention(query, key, value, more["scaling"]))
+        return attend(module, *tensors, **more)
+
+    model.set_attn_implementation("sdpa")  # eager attention is no entry of the table
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = noted
+    try:
+        yield given
+    finally:
+        del ALL_ATTENTION_FUNCTIONS["sdpa"]  # type: ignore[no-untyped-call]
+        model.set_attn_implementation(usual)
+
+
+def output_projection(loaded: LoadedModel, layer: int) -> torch.Tensor:
+    """Attention's output projection of one layer, float32 [hidden, num_heads * head_dim].
+
+    Raises UnavailableError for an architecture that keeps it under another name.
+    """
+    model: Any = loaded.model
+    try:
+        weight: torch.Tensor = model.base_model.layers[layer].self_attn.o_proj.weight
+    except AttributeError as error:
+        raise UnavailableError(
+            f"{loaded.name} has no o_proj in layer {layer} ({error}), by which an error of its "
+            f"values would be weighed; calibrate with weighting uniform."
+        ) from error
+    return weight.detach().float()
 
 
 def sink_entry(loaded: LoadedModel, token_ids: list[int]) -> SinkEntry:

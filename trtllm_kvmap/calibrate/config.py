@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.spec.model import ModelSpec
+
+Weighting = Literal["uniform", "sensitivity", "attention"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +37,19 @@ class CalibrationConfig:
     max_tokens: int = field(
         default=1024, metadata={"help": "Longer documents are read in windows of so many tokens."}
     )
-    weighting: Literal["uniform", "sensitivity"] = field(
+    weighting: Weighting = field(
         default="uniform",
         metadata={
             "help": "uniform: every token counts alike; sensitivity: by how much the target's next "
-            "words depend on its keys and values, each layer apart."
+            "words depend on its keys and values, each layer apart; attention: by how much they "
+            "attend to it."
         },
     )
     ess_floor: float = field(
         default=0.02,
         metadata={
-            "help": "Least effective sample size, as a share of a document's tokens (sensitivity)."
+            "help": "Least effective sample size, as a share of a document's tokens (sensitivity, "
+            "attention)."
         },
     )
     checkpoint_every: int = field(
@@ -62,8 +66,11 @@ class CalibrationConfig:
         for name, least in (("skip_first", 0), ("checkpoint_every", 1)):
             if getattr(self, name) < least:
                 raise InputError(f"{name} must be at least {least}, got {getattr(self, name)}.")
-        if self.weighting not in ("uniform", "sensitivity"):
-            raise InputError(f"weighting must be uniform or sensitivity, got {self.weighting!r}.")
+        if self.weighting not in get_args(Weighting):
+            raise InputError(
+                f"weighting must be one of {', '.join(get_args(Weighting))}; got "
+                f"{self.weighting!r}."
+            )
         if not 0 < self.ess_floor <= 1:
             raise InputError(f"ess_floor must lie above 0 and be at most 1, got {self.ess_floor}.")
         if self.max_tokens <= self.min_tokens:

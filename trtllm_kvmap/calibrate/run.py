@@ -21,7 +21,7 @@ from trtllm_kvmap.calibrate.config import CalibrationConfig
 from trtllm_kvmap.calibrate.continuation import Asked, asked_after
 from trtllm_kvmap.calibrate.distributed import add_over_ranks, place
 from trtllm_kvmap.calibrate.parts import plan_parts
-from trtllm_kvmap.calibrate.sensitivity import gradients
+from trtllm_kvmap.calibrate.regard import regard
 from trtllm_kvmap.calibrate.text import shared_prefix, text_digest
 from trtllm_kvmap.errors import InputError, MismatchError
 from trtllm_kvmap.models import LoadedModel, require_same_tokens
@@ -44,9 +44,10 @@ def calibrate(
     """Read ``documents`` (token ids, see text.read_documents) with both models and write the
     moments to ``out_path``.
 
-    With ``weighting`` sensitivity, ``continuations`` are what the target reads after each document
-    (token ids, any number of them: questions, say) and what its keys and values are weighed by.
-    None takes the last quarter of every document, whose tokens then add nothing themselves.
+    With ``weighting`` sensitivity or attention, ``continuations`` are what the target reads after
+    each document (token ids, any number of them: questions, say) and what its keys and values are
+    weighed by. None takes the last quarter of every document, whose tokens then add nothing
+    themselves.
 
     Memory stays bounded: a document's activations are dropped before the next one is read. Every
     ``checkpoint_every`` documents the sums so far go to ``<out_path>.partial``, which is removed at
@@ -109,7 +110,10 @@ def _asked(
     """By a document's number: the tokens that are added, and what is read after them."""
     if config.weighting == "uniform":
         if continuations is not None:
-            raise InputError("continuations are read only with weighting sensitivity; ask for it.")
+            raise InputError(
+                "continuations are not read with weighting uniform; choose sensitivity or "
+                "attention, or leave them out."
+            )
         return [(ids, ()) for ids in documents]
     asked = asked_after(documents, continuations, config.skip_first + 1)
     longest = max(len(ids) + max(map(len, after)) for ids, after in asked)
@@ -135,11 +139,11 @@ def _add_document(
     cache = read(target, ids)
     kv = captured(source, read(source, ids)), captured(target, cache)
     skip, weights = config.skip_first, None
-    slopes = gradients(target, cache, continuations) if continuations else ()
+    noted = regard(target, cache, continuations, config.weighting) if continuations else None
     del cache  # one copy of the document is enough while it is added up
     for part in sums:
-        if slopes:
-            weights = part.add_gradients(slopes, skip, config.ess_floor)
+        if noted is not None:
+            weights = part.add_regard(noted, skip, config.ess_floor)
         part.add(*kv, skip, weights)
 
 

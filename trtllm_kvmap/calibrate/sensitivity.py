@@ -46,21 +46,6 @@ def gradients(
     return found
 
 
-def row_weights(squares: torch.Tensor, ess_floor: float) -> torch.Tensor:
-    """float32 [num_tokens], mean 1: ``squares`` [num_tokens] mixed with equal weights, as little as
-    leaves an effective sample size (sum w)^2 / sum w^2 of at least ``ess_floor`` tokens in one.
-
-    Documents on which nothing depends weigh their tokens alike.
-    """
-    if not float(squares.sum()) > 0:
-        return torch.ones_like(squares)
-    weights = squares / squares.mean()
-    # (1 - m)^2 variance <= 1 / floor - 1 for a share m of equal weights.
-    spread = float(weights.var(correction=0)) / (1 / ess_floor - 1 + 1e-12)
-    mixed = max(0.0, 1 - spread**-0.5) if spread > 0 else 0.0
-    return mixed + (1 - mixed) * weights
-
-
 def _drawn_loss(
     loaded: LoadedModel, leaves: list[torch.Tensor], continuation: Sequence[int]
 ) -> torch.Tensor:

@@ -69,8 +69,8 @@ class TrafficMoments:
 
     ``lock`` is held while the models read: give the server's own when its models must not run on
     two threads. Close it (or use ``with``) to stop the thread. Raises MismatchError for models with
-    different tokenizers, InputError for a calibration that weighs tokens by sensitivity (its
-    gradients would cost what serving does).
+    different tokenizers, InputError for a calibration that weighs tokens (which would read on
+    after every prompt).
     """
 
     def __init__(

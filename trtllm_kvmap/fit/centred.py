@@ -77,7 +77,7 @@ class CentredPart:
 
     def metric(self, targets: Sequence[Slice]) -> torch.Tensor | None:
         """What an error of each target slice costs, [targets, head_dim, head_dim]; None unless the
-        moments were weighed by sensitivity.
+        moments were weighed.
         """
         if self._metric is None:
             return None

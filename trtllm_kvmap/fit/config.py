@@ -39,8 +39,8 @@ class FitConfig:
         default="data",
         metadata={
             "help": "What a low rank loses least of: what the target makes of keys and values "
-            "(output, after calibration with weighting sensitivity), their error (data), or "
-            "the weight's own singular values (plain)."
+            "(output, after calibration with weighting sensitivity or attention), their error "
+            "(data), or the weight's own singular values (plain)."
         },
     )
     dtype: Literal["float32", "float16", "bfloat16", "float8_e4m3fn"] = field(

@@ -1,0 +1,151 @@
+"""What the target makes of a document's keys and values when it reads on: which tokens it depends
+on, and which directions of an error it notices.
+
+A query q scores the key k as q . k, so an error e of that key costs (q . e)^2, and over all queries
+e^T (sum q q^T) e. Queries meet a key at every distance, and RoPE turns one against the other; a map
+works on keys without rotation, so the sum is turned back by the key's position and averaged over
+positions. An error of a value goes through the output projection of its query heads into the
+residual stream: e^T (sum W^T W) e.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trtllm_kvmap.calibrate.capture import (
+    Attention,
+    CapturedKv,
+    HeldCache,
+    attention_given,
+    output_projection,
+)
+from trtllm_kvmap.calibrate.config import Weighting
+from trtllm_kvmap.calibrate.continuation import log_p_after
+from trtllm_kvmap.calibrate.sensitivity import gradients
+from trtllm_kvmap.models import LoadedModel
+from trtllm_kvmap.rotary import applying_rows
+from trtllm_kvmap.spec.rope import RopeParams
+
+
+@dataclass(frozen=True, slots=True)
+class Regard:
+    """``rows`` [num_layers, num_kv_heads, num_tokens], float32: how much depends on each key and
+    value. ``metric`` [num_layers, num_kv_heads, head_dim, head_dim], float64: e^T M e is what an
+    error e of one costs, summed over the queries that were read.
+    """
+
+    rows: CapturedKv
+    metric: CapturedKv
+
+
+def regard(
+    loaded: LoadedModel,
+    cache: HeldCache,
+    continuations: Sequence[Sequence[int]],
+    weighting: Weighting,
+) -> Regard:
+    """What reading each of ``continuations`` on top of ``cache`` tells, added up; ``cache`` holds a
+    document (capture.read) and is not changed. Equal input gives equal numbers.
+
+    Raises UnavailableError for a model whose output projection is not found.
+    """
+    layers: Any = cache.layers
+    held = layers[0].keys.shape[2]
+    rows: CapturedKv | None = None
+    with attention_given(loaded) as given:
+        if weighting == "sensitivity":
+            slopes = gradients(loaded, cache, continuations)
+            rows = CapturedKv(
+                torch.stack([g.keys.square().sum(-1) for g in slopes]).sum(0),
+                torch.stack([g.values.square().sum(-1) for g in slopes]).sum(0),
+            )
+        else:
+            keys, values = [layer.keys for layer in layers], [layer.values for layer in layers]
+            with torch.no_grad():
+                for continuation in continuations:
+                    log_p_after(loaded, keys, values, continuation)
+    depth = len(layers)
+    by_layer = [given[layer::depth] for layer in range(depth)]
+    return Regard(
+        rows=rows or _attention_received(by_layer, held),
+        metric=CapturedKv(
+            torch.stack([_key_metric(loaded, each, held) for each in by_layer]),
+            torch.stack([_value_metric(loaded, n, each) for n, each in enumerate(by_layer)]),
+        ),
+    )
+
+
+def row_weights(squares: torch.Tensor, ess_floor: float) -> torch.Tensor:
+    """float32 [num_tokens], mean 1: ``squares`` [num_tokens] mixed with equal weights, as little as
+    leaves an effective sample size (sum w)^2 / sum w^2 of at least ``ess_floor`` tokens in one.
+
+    Documents on which nothing depends weigh their tokens alike.
+    """
+    if not float(squares.sum()) > 0:
+        return torch.ones_like(squares)
+    weights = squares / squares.mean()
+    # (1 - m)^2 variance <= 1 / floor - 1 for a share m of equal weights.
+    spread = float(weights.var(correction=0)) / (1 / ess_floor - 1 + 1e-12)
+    mixed = max(0.0, 1 - spread**-0.5) if spread > 0 else 0.0
+    return mixed + (1 - mixed) * weights
+
+
+def _attention_received(by_layer: Sequence[Sequence[Attention]], held: int) -> CapturedKv:
+    """With a the share of a query's attention that an entry gets, v its value and o what the query
+    reads, an error of v moves o by a times it, and one of the entry's score by a (v - o) times it:
+    their squares, summed over queries.
+    """
+    received = []
+    for each in by_layer:
+        total = torch.zeros(())
+        for attention in each:
+            a, v = attention.shares(), attention.values.float()
+            o = a @ v
+            apart = o.square().sum(-1, keepdim=True) - 2 * o @ v.mT + v.square().sum(-1)[:, None]
+            of_value = a.square()[..., :held]  # [num_kv_heads, queries, held]
+            of_key = of_value * apart[..., :held].clamp_min(0)
+            total = total + torch.stack([of_key.sum(1), of_value.sum(1)])
+        received.append(total)
+    keys, values = torch.stack(received, dim=1)
+    return CapturedKv(keys, values)
+
+
+def _key_metric(loaded: LoadedModel, each: Sequence[Attention], held: int) -> torch.Tensor:
+    products = torch.stack([a.products() for a in each]).sum(0).cpu()
+    rope, length = loaded.spec.rope, loaded.rope_length(held)
+    return turned_back(
+        products, *applying_rows(torch.arange(held), rope, length, torch.float64), rope
+    )
+
+
+def turned_back(
+    products: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rope: RopeParams
+) -> torch.Tensor:
+    """sum q q^T [..., head_dim, head_dim] of rotated queries becomes that of queries turned back by
+    a position, mean over the positions of ``cos`` and ``sin`` [positions, rotary_dim / 2].
+    """
+    # Turned back, a channel is c times itself plus s times its partner's.
+    channels = torch.arange(products.shape[-1])
+    pairs = channels[: rope.rotary_dim]
+    first, second = (pairs[0::2], pairs[1::2]) if rope.interleaved else pairs.chunk(2)
+    partner = channels.clone()
+    partner[first], partner[second] = second, first
+    c, s = cos.new_ones(len(cos), len(channels)), cos.new_zeros(len(cos), len(channels))
+    c[:, first] = c[:, second] = cos
+    s[:, first], s[:, second] = sin, -sin
+    crossed = c.T @ s * products[..., partner]
+    turned = c.T @ c * products + crossed + crossed.mT
+    turned += s.T @ s * products[..., partner, :][..., partner]
+    return turned / len(cos)
+
+
+def _value_metric(loaded: LoadedModel, layer: int, each: Sequence[Attention]) -> torch.Tensor:
+    weight = output_projection(loaded, layer).double().cpu()
+    _, heads, head_dim = loaded.spec.kv_shape
+    by_head = weight.view(len(weight), heads, -1, head_dim)
+    metric = torch.einsum("ohgd,ohge->hde", by_head, by_head)
+    return metric * sum(a.queries.shape[1] for a in each)
