@@ -140,14 +140,18 @@ CASES: dict[str, tuple[bool, Callable[..., dict[str, torch.Tensor]], str]] = {
 }
 
 
-@pytest.mark.parametrize(("tied", "change", "why"), CASES.values(), ids=CASES)
+OF_NEWER = ("renamed tensors", "a tied head instead of the embedding")
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_what_loading_would_decide_is_loaded(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
-    tied: bool,
-    change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
-    why: str,
+    case: str,
 ) -> None:
+    tied, change, why = CASES[case]
+    if case in OF_NEWER and transformers.__version__.startswith("4."):
+        pytest.skip(f"transformers {transformers.__version__} cannot load {case} at all")
     write_model(tmp_path / "model")
     if tied:
         tie(tmp_path / "model")
