@@ -109,8 +109,22 @@ class TritonServer:
         given = json.dumps({"request": text, "parameters": parameters}).encode()
         return self.post(f"v2/models/kvmap_pipeline/{endpoint}", given)
 
-    def post(self, path: str, data: bytes) -> http.client.HTTPResponse:
-        request = urllib.request.Request(f"{self.url}/{path}", data=data, method="POST")
+    def infer(self, body: Any, **headers: str) -> Any:
+        """The response object of kvmap_whole's /infer, which is given HTTP ``headers``."""
+        text = {"name": "request", "shape": [1], "datatype": "BYTES", "data": [json.dumps(body)]}
+        given = json.dumps({"inputs": [text]}).encode()
+        with self.post("v2/models/kvmap_whole/infer", given, headers) as answer:
+            (output,) = json.load(answer)["outputs"]
+        return json.loads(output["data"][0])
+
+    def post(
+        self, path: str, data: bytes, headers: dict[str, str] | None = None
+    ) -> http.client.HTTPResponse:
+        # Named, because what is not is sent as a form; see docs/triton.md for what that does.
+        sent = {"Content-Type": "application/json", **(headers or {})}
+        request = urllib.request.Request(
+            f"{self.url}/{path}", data=data, headers=sent, method="POST"
+        )
         try:
             answer: http.client.HTTPResponse = urllib.request.urlopen(request)
         except urllib.error.HTTPError as error:
@@ -160,6 +174,7 @@ class TritonServer:
             *("--http-address", "127.0.0.1", "--http-port", str(self.http_port)),
             *("--metrics-address", "127.0.0.1", "--metrics-port", str(self.metrics_port)),
             "--allow-grpc=false",
+            "--http-header-forward-pattern=(?i)x-vsr-kv-.*",
         ]
         if self._control:
             command += ["--model-control-mode=explicit", "--load-model=*"]

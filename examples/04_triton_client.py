@@ -23,7 +23,8 @@ def post(endpoint, body):
     sent = json.dumps({"request": json.dumps(body)}).encode()
     url = f"{options.url}/v2/models/kvmap_pipeline/{endpoint}"
     try:
-        return urllib.request.urlopen(urllib.request.Request(url, data=sent, method="POST"))
+        kind = {"Content-Type": "application/json"}
+        return urllib.request.urlopen(urllib.request.Request(url, data=sent, headers=kind))
     except urllib.error.HTTPError as error:  # a request that cannot be carried out
         sys.exit(f"FAILED: the server refuses: {error.read().decode().strip()}")
     except OSError as error:

@@ -14,6 +14,14 @@ from trtllm_kvmap.models import LoadedModel
 from trtllm_kvmap.serve.settings import ServeConfig
 
 CONFIG = ServeConfig(first_tokens=2, repair_window=8, max_held_tokens=2_000)
+FIGURE = {"value": 0.9, "low": 0.8, "high": 1.0}
+# Of no run: it says of the map what routing asks for.
+REPORT = {
+    "config": {"metric": "nll", "N": CONFIG.repair_window, "context_tokens": {"longest": 4096}},
+    "arms": {"source": {"nll": FIGURE}, "target": {"nll": FIGURE | {"value": 0.5}}},
+    "gap_recovered": FIGURE,
+    "perplexity_ratio": FIGURE,
+}
 
 
 @dataclass(frozen=True)
@@ -34,3 +42,9 @@ class Served:
         assert text.count(f'"{value}"') == 1, f"{model} has no parameter {value}"
         path.write_text(text.replace(f'"{value}"', f'"{to}"'))
         self.server.control(model, "load")
+
+    def reload(self, *models: str) -> None:
+        """Let models read their files again, whatever Triton thinks has changed."""
+        for model in models:
+            self.server.control(model, "unload")
+            self.server.control(model, "load")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -15,8 +17,12 @@ from served import CONFIG, Served
 from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.decode.generate import generate
+from trtllm_kvmap.decode.guard import Guard
 from trtllm_kvmap.decode.prefill import prefill
+from trtllm_kvmap.decode.signals import measure_signals
+from trtllm_kvmap.decode.speeds import Speeds, Timing
 from trtllm_kvmap.models import load_model
+from trtllm_kvmap.serve.settings import SPEEDS
 from trtllm_kvmap.spec.plan import plan_handoff
 from trtllm_kvmap.tiny import model_folder as tiny_folder
 from trtllm_kvmap.tiny.documents import make_document
@@ -59,6 +65,16 @@ def words(served: Served, token_ids: list[int]) -> str:
 
 def text_of(response: dict) -> str:
     return response["choices"][0]["text"]
+
+
+def resident(served: Served) -> dict[str, int]:
+    """Bytes in memory, by process of the server."""
+    pids = {**served.server.stubs(), "tritonserver": [served.server.pid]}
+    return {
+        f"{model} {pid}": int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
+        for model, found in pids.items()
+        for pid in found
+    }
 
 
 def counters(served: Served) -> dict[str, float]:
@@ -132,20 +148,12 @@ def test_memory_stays_flat(served: Served) -> None:
         with ThreadPoolExecutor(4) as threads:
             list(threads.map(one, range(count)))
 
-    def resident() -> dict[str, int]:
-        pids = {**served.server.stubs(), "tritonserver": [served.server.pid]}
-        return {
-            f"{model} {pid}": int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
-            for model, found in pids.items()
-            for pid in found
-        }
-
     ask(0, WARM_UP)
-    before = resident()
+    before = resident(served)
     ask(WARM_UP, FLAT)
-    grown = {process: size - before[process] for process, size in resident().items()}
+    grown = {process: size - before[process] for process, size in resident(served).items()}
     print(f"grown over {FLAT} requests, in kB: { {k: v // 1000 for k, v in grown.items()} }")
-    assert len(grown) == 5, "two pipelines, source, target, the server"
+    assert len(grown) == 6, "two pipelines, that of whole answers, source, target, the server"
     assert all(size < FLAT_BYTES for size in grown.values()), grown
 
 
@@ -176,6 +184,78 @@ def test_a_bad_request_is_answered_with_a_sentence(served: Served) -> None:
     with pytest.raises(RuntimeError, match="generate stream"):
         served.server.ask({"prompt": prompt_of(1), "max_tokens": 3, "stream": True})
     assert served.server.ask({"prompt": prompt_of(1), "max_tokens": 1})["kv_status"] == "applied"
+
+
+HOSTILE = [
+    ({"messages": []}, "`messages` is empty"),
+    ({"messages": [{"role": 1, "content": "a"}]}, "Every one of `messages`"),
+    ({"messages": [{"role": "emperor", "content": "a"}]}, "no chat template"),
+    ({"prompt": "<bos>", "max_tokens": -5}, "must be at least 1, got -5"),
+    ({"prompt": "<bos>", "max_tokens": 10**30}, "the target allows 4096"),
+    ({"prompt": "<bos>", "temperature": float("nan")}, "must be 0, got nan"),
+    ({"prompt": "<bos> \ud800"}, "cannot write"),
+    ({"prompt": "<bos> \N{PILE OF POO} \0"}, "cannot write"),
+    ({"prompt": "anna " * 1_000_000}, "at most 262144 are read"),
+    ({"messages": [{"role": "user", "content": "a"}] * 100_000}, "at most 262144 are read"),
+    ({"prompt": "<bos>", "conversation": "c" * 100_000}, "at most 256 characters"),
+    ("[" * 200_000, "not JSON"),
+    ('{"prompt": "<bos>", "max_tokens": ' + "9" * 5_000 + "}", "not JSON"),
+]
+
+
+def test_hostile_requests_cost_a_sentence_and_nothing_else(served: Served) -> None:
+    """No process dies, none grows, and whoever comes next is served."""
+    prompt = prompt_of(50)
+    body = {"prompt": prompt, "max_tokens": 40, "stream": True}
+    sent = json.dumps({"request": json.dumps(body)}).encode()
+    head = (
+        "POST /v2/models/kvmap_pipeline/generate_stream HTTP/1.1\r\nHost: x\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(sent)}\r\n\r\n"
+    ).encode()
+
+    def hang_up(data: bytes, read: int) -> None:
+        with socket.create_connection(("127.0.0.1", served.server.http_port)) as connection:
+            connection.sendall(data)
+            connection.recv(read) if read else None
+
+    def round_of_them() -> None:
+        for hostile, said in HOSTILE:
+            with pytest.raises(RuntimeError, match=re.escape(said)):
+                served.server.ask(hostile)
+        for read in (0, 200):
+            hang_up(head + sent, read)
+        hang_up(head + sent[:100], 0)
+        for path in ("v2/models/nobody/generate", "v2/models/kvmap_pipeline/versions/9/generate"):
+            with pytest.raises(RuntimeError, match="unknown model"):
+                served.server.post(path, sent)
+        with pytest.raises(RuntimeError, match="header is not UTF-8"):
+            served.server.infer(body | {"stream": False}, **{"x-vsr-kv-mapper-id": "\xe9"})
+        odd = {'a"b\\': 'x"y\\ \n', "x-vsr-kv-cache-id": "\N{SNOWMAN}"}
+        answer = served.server.ask({"prompt": prompt, "max_tokens": NEW_TOKENS}, **odd)
+        assert text_of(answer) == mapped(served, prompt)
+
+    round_of_them()
+    before = resident(served)
+    for _ in range(4):
+        round_of_them()
+    after = resident(served)
+    assert set(after) == set(before), "the processes are the same"
+    grown = {process: size - before[process] for process, size in after.items()}
+    print(f"grown over 4 rounds, in kB: { {k: v // 1000 for k, v in grown.items()} }")
+    assert all(size < FLAT_BYTES for size in grown.values()), grown
+
+
+def test_one_conversation_at_once_from_two_sides(served: Served) -> None:
+    """Two clients that take each other's conversation in turn mix nothing."""
+    prompts = [prompt_of(60 + seed, 200) for seed in range(2)]
+
+    def ask(index: int) -> str:
+        body = {"prompt": prompts[index % 2], "max_tokens": NEW_TOKENS, "conversation": "shared"}
+        return text_of(served.server.ask(body))
+
+    with ThreadPoolExecutor(8) as threads:
+        answers = list(threads.map(ask, range(16)))
+    assert answers == [mapped(served, prompts[index % 2]) for index in range(16)]
 
 
 def test_what_is_served_is_counted(served: Served) -> None:
@@ -223,6 +303,121 @@ def test_a_map_that_was_not_meant_is_not_used(served: Served) -> None:
     assert response["kv_reason"].startswith("other_mapper: the map 'm-to-s' was asked for")
     response = served.server.ask(body, **{"x-vsr-kv-mapper-id": "s-to-m"})
     assert (text_of(response), response["kv_status"]) == (mapped(served, prompt), "applied")
+
+
+def test_a_routers_headers_reach_the_model_of_whole_answers(served: Served) -> None:
+    prompt = prompt_of(31)
+    body = {"prompt": prompt, "max_tokens": NEW_TOKENS}
+    response = served.server.infer(body, **{"X-VSR-KV-Mapper-Id": "m-to-s"})
+    assert (text_of(response), response["kv_status"]) == (native(served, prompt), "unsupported")
+    assert response["kv_reason"].startswith("other_mapper: the map 'm-to-s' was asked for")
+    named = {"X-VSR-KV-Mapper-Id": "s-to-m", "x-vsr-kv-cache-id": "of a header"}
+    response = served.server.infer(body, **named)
+    assert (text_of(response), response["kv_status"]) == (mapped(served, prompt), "applied")
+    # The source knows the conversation that the header named, and no other.
+    for name, known in (("of a header", len(prompt.split()) - CONFIG.repair_window), ("other", 0)):
+        assert held(served, prompt, name) == known
+    with pytest.raises(RuntimeError, match="`stream` must be false"):
+        served.server.infer(body | {"stream": True})
+
+
+def held(served: Served, prompt: str, conversation: str) -> int:
+    """What the model `source` says it has read of a conversation."""
+    ids, owner = served.target.tokenise(prompt), json.dumps(["", conversation])
+    inputs = [
+        {"name": "token_ids", "shape": [len(ids)], "datatype": "INT64", "data": ids},
+        {"name": "owner", "shape": [1], "datatype": "BYTES", "data": [owner]},
+        {"name": "judged", "shape": [1], "datatype": "INT64", "data": [0]},
+    ]
+    asked = {"inputs": inputs, "outputs": [{"name": "held"}]}
+    answer = json.load(served.server.post("v2/models/source/infer", json.dumps(asked).encode()))
+    (count,) = answer["outputs"][0]["data"]
+    return int(count)
+
+
+def test_measured_speeds_route_each_request(served: Served) -> None:
+    """By hand: the target reads n tokens in n/1000 s; to map them takes 0.04 s, and (n - 8)/10000 s
+    behind (n - 8)/4000 s of reading. That is sooner from 58 tokens on, and from 44 where the source
+    holds 40 of them.
+    """
+    speeds = Speeds(
+        source_prefill=Timing(((1000, 0.25),)),
+        target_prefill=Timing(((1000, 1.0),)),
+        map=Timing(((1000, 0.1),)),
+        repair=Timing(((1, 0.04), (1000, 0.04))),
+        repair_window=CONFIG.repair_window,
+        source_decode=100.0,
+        target_decode=25.0,
+    )
+    file = served.server.repository / "kvmap_pipeline" / SPEEDS
+    speeds.save(file)
+    served.reload("kvmap_pipeline")
+    before = counters(served)
+    long = prompt_of(70)
+    short = " ".join(long.split()[:40])
+    body = {"max_tokens": NEW_TOKENS, "conversation": "routed"}
+
+    response = served.server.ask({**body, "prompt": short})
+    assert (text_of(response), response["kv_status"]) == (
+        native(served, short),
+        "fallback_reprefill",
+    )
+    assert response["kv_reason"] == (
+        "reading_is_faster: reading again is faster at 40 tokens: 0.04 s, 0.0512 s by mapping "
+        "(break-even 58)"
+    )
+    response = served.server.ask({**body, "prompt": long})
+    assert (text_of(response), response["kv_status"]) == (mapped(served, long), "applied")
+    response = served.server.ask({**body, "prompt": short})
+    assert response["kv_reason"] == (
+        "reading_is_faster: reading again is faster at 40 tokens (40 held by the source): "
+        "0.04 s, 0.0432 s by mapping (break-even 44)"
+    )
+    counted = 'kvmap_fallbacks_total{reason="reading_is_faster"}'
+    assert counters(served)[counted] - before.get(counted, 0) == 2
+    file.unlink()
+    served.reload("kvmap_pipeline")
+    response = served.server.ask({**body, "prompt": short})
+    assert (text_of(response), response["kv_status"]) == (mapped(served, short), "applied")
+
+
+def test_the_maps_guard_decides(served: Served) -> None:
+    """Between the drift of two prompts, and with the source's losses from its own process."""
+    unguarded = KvMap.load(served.kvmap)
+    bridge = KvBridge(unguarded, source=served.source, target=served.target)
+
+    def gap(prompt: str) -> float:
+        ids = served.target.tokenise(prompt)
+        cache = prefill(served.source, ids, logits_to_keep=1).cache
+        plan = plan_handoff(
+            len(ids), first_tokens=CONFIG.first_tokens, repair_window=CONFIG.repair_window
+        )
+        return measure_signals(bridge, cache, ids, bridge.hand_over(cache, ids, plan)).loss_gap
+
+    low, high = (
+        sorted((gap(prompt), prompt) for prompt in map(prompt_of, range(80, 84)))[at]
+        for at in (0, -1)
+    )
+    assert high[0] - low[0] > 0.01
+    limit = (low[0] + high[0]) / 2
+    guard = Guard((1.0,) + (0.0,) * 9, 0.0, limit, {})
+    unguarded.with_guard(guard.to_json()).save(served.kvmap)
+    served.reload("target")
+    body = {"prompt": low[1], "max_tokens": NEW_TOKENS}
+    response = served.server.ask(body)
+    assert text_of(response) == native(served, low[1])
+    assert response["kv_reason"].startswith("not_judged: ")  # this pipeline knows of no guard
+    served.reload("kvmap_pipeline")
+    response = served.server.ask(body)
+    assert (text_of(response), response["kv_status"]) == (mapped(served, low[1]), "applied")
+    response = served.server.ask({**body, "prompt": high[1]})
+    assert text_of(response) == native(served, high[1])
+    assert (response["kv_status"], response["usage"]["mapped_tokens"]) == ("fallback_reprefill", 0)
+    assert response["kv_reason"] == (
+        f"guard: it scores this hand-over {high[0]:.3g}, and {limit:.3g} is its limit"
+    )
+    unguarded.save(served.kvmap)
+    served.reload("target", "kvmap_pipeline")
 
 
 def test_a_source_that_dies_or_leaves_or_is_another_costs_no_answer(served: Served) -> None:

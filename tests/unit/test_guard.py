@@ -36,7 +36,7 @@ from trtllm_kvmap.evaluate.guard import (
 from trtllm_kvmap.evaluate.items import Item
 from trtllm_kvmap.evaluate.reading import read_item
 from trtllm_kvmap.inject.hf_cache import HfCache, num_entries, view_pool
-from trtllm_kvmap.models import LoadedModel
+from trtllm_kvmap.models import LoadedModel, RemoteModel
 from trtllm_kvmap.spec.plan import plan_handoff
 
 Models = tuple[LoadedModel, LoadedModel]
@@ -134,6 +134,23 @@ def test_the_source_cache_may_end_before_the_window(bridge: KvBridge) -> None:
     assert (num_entries(whole), num_entries(part)) == (60, 40)
 
 
+def test_a_source_in_another_process_sends_what_it_knows(bridge: KvBridge) -> None:
+    ids, plan = tokens(60), plan_handoff(60, repair_window=20)
+    read = prefill(bridge.source, ids)
+    hand = bridge.hand_over(read.cache, ids, plan)
+    here = measure_signals(bridge, read.cache, ids, hand)
+    source = bridge.source
+    afar = KvBridge(
+        bridge.kvmap,
+        source=RemoteModel(source.name, source.spec, source.fingerprint),
+        target=bridge.target,
+    )
+    after = torch.log_softmax(read.logits.double(), -1)
+    losses = torch.tensor([-float(after[i, ids[i + 1]]) for i in range(40, 59)])
+    sent = measure_signals(afar, read.cache, ids, hand, losses)
+    np.testing.assert_allclose(sent.to_features(), here.to_features(), atol=1e-4)
+
+
 def test_a_perfect_map_shows_nothing(random_model: Callable) -> None:
     loaded = random_model()
     bridge = KvBridge(copy_map(loaded, loaded), source=loaded, target=loaded)
@@ -156,9 +173,13 @@ def test_what_cannot_be_measured_says_why(bridge: KvBridge) -> None:
     last = bridge.hand_over(alone, ids[0], plan_handoff(30, repair_window=1))
     with pytest.raises(InputError, match="1 repaired; hand rows over one by one"):
         measure_signals(bridge, alone, ids[0], last)
+    good = bridge.hand_over(alone, ids[0], plan_handoff(30, repair_window=8))
     afar = SimpleNamespace(source=SimpleNamespace(name="far"), target=bridge.target)
     with pytest.raises(UnavailableError, match="losses of far are not to be had here"):
-        measure_signals(afar, alone, ids[0], last)  # type: ignore[arg-type]
+        measure_signals(afar, alone, ids[0], good)  # type: ignore[arg-type]
+    for losses, cache in ((6, alone), (7, prefill(bridge.source, ids[0, :29]).cache)):
+        with pytest.raises(InputError, match=f"sent {losses} losses.*a guard needs 7 and 30"):
+            measure_signals(bridge, cache, ids[0], good, torch.zeros(losses))
 
 
 # --- The decision and the fall-back --------------------------------------------------------------

@@ -102,10 +102,58 @@ def test_what_is_mirrored_costs_the_repair_alone() -> None:
     assert found.break_even_tokens == 101
 
 
+@pytest.mark.parametrize(("holds", "even"), [(None, 118), (0, 156), (60, 129), (100, 118)])
+def test_what_the_source_has_yet_to_read_costs_its_reading(holds: int | None, even: int) -> None:
+    """The source reads 4,000 tokens a second, and no further than is mapped. From nothing:
+    n/1000 > 0.1 + (n - 32)(1/5000 + 1/4000)  <=>  n > 155.6; behind 60 tokens:  n > 128.4.
+    """
+    found = go(Situation(1000, source_holds=holds), evidence())
+    assert found.break_even_tokens == even
+    unread = 0 if holds is None else 968 - holds
+    assert found.first_token["map"] == pytest.approx(0.1 + 968 * 2e-4 + unread / 4000)
+    stays = 0 if holds is None else (1000 - holds) / 4000
+    assert found.first_token["stay"] == pytest.approx(1 / 100 + stays)
+    below = Situation(even - 2, source_holds=holds)  # even - 1 may be a tie
+    assert go(below, evidence()).choice == "reprefill"
+    assert go(Situation(even, source_holds=holds), evidence()).choice == "map"
+
+
+@pytest.mark.parametrize(
+    ("points", "seconds"),
+    [(((100, 0.01), (200, 0.05)), 0.04), (((100, 0.05), (200, 0.06)), 0.05)],
+)
+def test_reading_behind_a_held_part_costs_the_longer_way_and_a_beginning(
+    points: Any, seconds: float
+) -> None:
+    known = replace(SPEEDS, source_prefill=Timing(points))
+    read, unread = (
+        go(Situation(232, source_holds=holds), evidence(), known).first_token["map"]
+        for holds in (None, 100)
+    )
+    assert unread - read == pytest.approx(seconds)
+    whole = go(Situation(232, source_holds=232), evidence(), known)
+    assert whole.first_token["map"] == read
+
+
+def test_where_only_the_target_answers_it_reads_what_the_map_may_not() -> None:
+    arms = evidence()["arms"]
+    upside_down = evidence(arms={"source": arms["target"], "target": arms["source"]})
+    for known, policy in ((upside_down, None), (evidence(), RoutingPolicy(max_seconds=0.001))):
+        assert go(Situation(1000), known, policy=policy).choice == "stay"
+        alone = Situation(1000, direction="up", may_stay=False)
+        assert go(alone, known, policy=policy).choice == "map"
+    assert go(Situation(1000, direction="up", may_stay=False), None).choice == "reprefill"
+    with pytest.raises(InputError, match="source_holds"):
+        Situation(10, source_holds=-1)
+
+
 @pytest.mark.parametrize(
     ("known", "said"),
     [
         (None, "no evidence"),
+        ({"held_out": "none"}, "no report that can be judged by (KeyError('config'))"),
+        (evidence(gap_recovered=0.9), "no report that can be judged by (TypeError"),
+        (evidence(config=evidence()["config"] | {"N": "32"}), "'32' is no number"),
         (evidence(gap_recovered=figure(0.05, 0.1)), "gap recovered (0.05, -0.05 to 0.15)"),
         (evidence(gap_recovered={"value": 0.9, "low": None, "high": None}), "no interval"),
         (evidence(perplexity_ratio=figure(1.2, 0.1)), "perplexity below 1.25"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,17 +12,22 @@ from typing import Any
 import pytest
 import torch
 from handmade_maps import random_map
+from test_routing import evidence as report
 from transformers import AutoTokenizer
 
 from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.decode.generate import generate
+from trtllm_kvmap.decode.guard import Guard
 from trtllm_kvmap.decode.prefill import prefill
-from trtllm_kvmap.errors import InputError, UnavailableError
+from trtllm_kvmap.decode.speeds import Speeds, Timing
+from trtllm_kvmap.errors import FormatError, InputError, UnavailableError
 from trtllm_kvmap.models import LoadedModel
+from trtllm_kvmap.serve.map_header import MapHeader
 from trtllm_kvmap.serve.metrics import ALL, Counters
 from trtllm_kvmap.serve.outcome import Outcome
 from trtllm_kvmap.serve.pipeline import Answered, Pipeline, PipelineConfig
+from trtllm_kvmap.serve.policy import Routed
 from trtllm_kvmap.serve.source import SourceReader
 from trtllm_kvmap.serve.target import Event, Job, TargetAnswerer
 from trtllm_kvmap.spec.plan import plan_handoff
@@ -147,7 +153,7 @@ def refused(pair: Pair, pipeline: Pipeline, parameters: dict | None = None) -> s
 
 
 def test_a_source_that_fails(pair: Pair) -> None:
-    def read(token_ids: list[int], owner: tuple[str, str]) -> None:
+    def read(token_ids: list[int], owner: tuple[str, str], judged: int) -> None:
         raise UnavailableError("gone")
 
     said = refused(pair, pair.pipeline(read=read))
@@ -156,8 +162,8 @@ def test_a_source_that_fails(pair: Pair) -> None:
 
 @pytest.mark.parametrize("broken", ["nan", "short", "shape", "length"])
 def test_a_read_that_cannot_be_used(pair: Pair, broken: str) -> None:
-    def read(token_ids: list[int], owner: tuple[str, str]) -> Any:
-        whole = pair.reader.read(token_ids, owner)
+    def read(token_ids: list[int], owner: tuple[str, str], judged: int) -> Any:
+        whole = pair.reader.read(token_ids, owner, judged)
         kv = {
             "nan": torch.full_like(whole.kv, torch.nan),
             "short": whole.kv[:, :, :, :-5],
@@ -209,7 +215,7 @@ def test_a_map_that_the_client_did_not_mean(pair: Pair) -> None:
 
 
 def test_a_prompt_too_short_to_map_asks_no_source(pair: Pair) -> None:
-    def read(token_ids: list[int], owner: tuple[str, str]) -> None:
+    def read(token_ids: list[int], owner: tuple[str, str], judged: int) -> None:
         raise AssertionError("asked")
 
     prompt = "<bos> after anna ben near old river stood near"
@@ -221,13 +227,183 @@ def test_a_prompt_too_short_to_map_asks_no_source(pair: Pair) -> None:
 def test_a_policy_decides_who_reads(pair: Pair) -> None:
     seen = []
 
-    def policy(request: Any, plan: Any) -> Outcome:
-        seen.append((request.tenant, len(plan.mapped)))
+    def policy(request: Any, token_ids: list[int], plan: Any) -> Outcome:
+        seen.append((request.tenant, len(token_ids), len(plan.mapped)))
         return Outcome("fallback_reprefill", "load", "the source is busy")
 
     said = refused(pair, pair.pipeline(policy=policy))
     assert said == "fallback_reprefill load: the source is busy"
-    assert seen == [("", len(PROMPT.split()) - 1 - WINDOW)]
+    tokens = len(PROMPT.split())
+    assert seen == [("", tokens, tokens - 1 - WINDOW)]
+
+
+# --- The guard -----------------------------------------------------------------------------------
+
+
+def guarded(pair: Pair, path: Path, limit: float) -> TargetAnswerer:
+    """Answers from the pair's map with a guard that weighs the loss gap alone."""
+    signals = 2 + 2 * pair.target.spec.num_layers  # two losses, and a drift a layer of so few
+    guard = Guard((1.0,) + (0.0,) * (signals - 1), 0.0, limit, {})
+    pair.kvmap.with_guard(guard.to_json()).save(path)
+    return TargetAnswerer(pair.target, path)
+
+
+def asking(pair: Pair, answerer: TargetAnswerer, **changed: Any) -> Pipeline:
+    """The pipeline for a map that carries a guard."""
+    pipeline = pair.pipeline(answer=answerer.answer, **changed)
+    pipeline.config = replace(pipeline.config, guarded=True)
+    return pipeline
+
+
+def loss_gap(pair: Pair) -> float:
+    """By hand: the target's loss on the known repaired tokens over the source's."""
+    ids = pair.target.tokenise(PROMPT)
+    bridge = KvBridge(pair.kvmap, source=pair.source, target=pair.target)
+    read = prefill(pair.source, ids)
+    plan = plan_handoff(len(ids), repair_window=WINDOW)
+    made = bridge.hand_over(read.cache, ids, plan, keep_logits=WINDOW)
+    known = torch.tensor(ids[-WINDOW + 1 :])
+    target, source = (
+        torch.log_softmax(logits[-WINDOW:-1].double(), -1)[range(WINDOW - 1), known].mean()
+        for logits in (made.repaired_logits, read.logits)
+    )
+    return float(source - target)
+
+
+def test_the_maps_guard_decides(pair: Pair, tmp_path: Path) -> None:
+    gap = loss_gap(pair)
+    stands = guarded(pair, tmp_path / "stands", gap + 0.001)
+    (answered,) = ask(asking(pair, stands), max_tokens=12)
+    assert text_of([answered]) == pair.mapped(PROMPT, 12)
+    assert answered.body["kv_status"] == "applied"
+    objects = guarded(pair, tmp_path / "objects", gap - 0.001)
+    said = refused(pair, asking(pair, objects))
+    figures = re.fullmatch(
+        r"fallback_reprefill guard: it scores this hand-over (\S+), and (\S+) is its limit", said
+    )
+    assert figures is not None, said
+    assert [float(f) for f in figures.groups()] == pytest.approx([gap, gap - 0.001], rel=0.01)
+
+
+def test_a_guard_judges_a_later_turn_as_it_does_the_whole(pair: Pair, tmp_path: Path) -> None:
+    """What the source holds already, it reads again as far as it is judged by."""
+    gap = loss_gap(pair)
+    for limit, status in ((gap + 0.001, "applied"), (gap - 0.001, "fallback_reprefill")):
+        pipeline = asking(pair, guarded(pair, tmp_path / status, limit))
+        ask(pipeline, prompt=" ".join(WORDS[:4]), max_tokens=1, conversation=status)
+        for _ in range(2):
+            (answered,) = ask(pipeline, max_tokens=2, conversation=status)
+            assert answered.body["kv_status"] == status
+
+
+def test_a_guard_that_cannot_judge_lets_nothing_pass(pair: Pair, tmp_path: Path) -> None:
+    answerer = guarded(pair, tmp_path / "map", 1e9)
+    said = refused(pair, pair.pipeline(answer=answerer.answer))
+    assert said.startswith("fallback_reprefill not_judged: the map carries a guard")
+
+    def read(token_ids: list[int], owner: tuple[str, str], judged: int) -> Any:
+        whole = pair.reader.read(token_ids, owner, judged)
+        return replace(whole, losses=whole.losses[1:])
+
+    said = refused(pair, asking(pair, answerer, read=read))
+    assert said.startswith("fallback_reprefill hand_over_failed: The source sent 6 losses")
+    pair.kvmap.with_guard({"weights": "none"}).save(tmp_path / "damaged")
+    damaged = TargetAnswerer(pair.target, tmp_path / "damaged")
+    said = refused(pair, asking(pair, damaged))
+    assert said.startswith("unsupported unreadable_map: The guard in the map cannot be read")
+
+
+# --- Routing by measured speeds ------------------------------------------------------------------
+
+# At 61 tokens of which 8 are repaired, in seconds: the target reads them in 0.061, the map takes
+# 0.01 + 53/10000 = 0.0153, and the source another 0.053 for what it has not read.
+SPEEDS = Speeds(
+    source_prefill=Timing(((1000, 1.0),)),
+    target_prefill=Timing(((1000, 1.0),)),
+    map=Timing(((1000, 0.1),)),
+    repair=Timing(((1, 0.01), (1000, 0.01))),
+    repair_window=WINDOW,
+    source_decode=100.0,
+    target_decode=25.0,
+)
+
+
+def vouching(**changed: Any) -> dict[str, Any]:
+    """A report for hand-overs like these."""
+    found = report(**changed)
+    return found | {"config": found["config"] | {"N": WINDOW}}
+
+
+def routing(pair: Pair, known: Any = None, **changed: Any) -> Routed:
+    spec = replace(pair.target.spec, max_positions=512)
+    header = MapHeader(pair.source.spec, spec, known or vouching(), guarded=False)
+    return Routed(replace(SPEEDS, **changed), header, pair.reader.held)
+
+
+def test_a_prompt_is_read_by_whoever_is_sooner(pair: Pair) -> None:
+    assert len(PROMPT.split()) == 61
+    pipeline = pair.pipeline(policy=routing(pair))
+    said = refused(pair, pipeline)
+    assert said == (
+        "fallback_reprefill reading_is_faster: reading again is faster at 61 tokens: 0.061 s, "
+        "0.0683 s by mapping (no length breaks even)"
+    )
+    quicker = pair.pipeline(policy=routing(pair, source_prefill=Timing(((1000, 0.8),))))
+    (answered,) = ask(quicker, max_tokens=12)
+    assert text_of([answered]) == pair.mapped(PROMPT, 12)
+    assert answered.body["kv_status"] == "applied"
+
+
+def test_the_break_even_is_told(pair: Pair) -> None:
+    """n/1000 > 0.04 + (n - 8)(0.0001 + 0.0005)  <=>  n > 88."""
+    slow = routing(
+        pair,
+        source_prefill=Timing(((1000, 0.5),)),
+        repair=Timing(((1, 0.04), (1000, 0.04))),
+    )
+    assert refused(pair, pair.pipeline(policy=slow)).endswith("(break-even 89)")
+
+
+def test_what_the_source_holds_of_a_conversation_is_not_read_again(pair: Pair) -> None:
+    """40 tokens held leave 13 to read: 0.0283 s."""
+    pair.reader.read(pair.source.tokenise(PROMPT)[:40], ("t", "known"))
+    pipeline = pair.pipeline(policy=routing(pair))
+    known = {"tenant": "t", "conversation": "known", "max_tokens": 2}
+    (answered,) = ask(pipeline, **known)
+    assert answered.body["kv_status"] == "applied"
+    for other in ({"tenant": "u"}, {"conversation": "new"}):
+        (answered,) = ask(pipeline, **{**known, **other})
+        assert answered.body["kv_status"] == "fallback_reprefill"
+    held = routing(pair, map=Timing(((1000, 2.0),)))
+    (answered,) = ask(pair.pipeline(policy=held), **known)
+    assert "at 61 tokens (53 held by the source): " in answered.body["kv_reason"]
+
+
+def test_a_map_that_its_evidence_does_not_vouch_for_is_not_used(pair: Pair) -> None:
+    doubtful = vouching(perplexity_ratio={"value": 1.3, "low": 1.2, "high": 1.4})
+    quick = routing(pair, doubtful, source_prefill=Timing(((1000, 0.01),)))
+    said = refused(pair, pair.pipeline(policy=quick))
+    assert said.startswith("fallback_reprefill not_vouched: the map may not be used: its report")
+
+
+def test_a_source_that_cannot_be_asked_what_it_holds_has_failed(pair: Pair) -> None:
+    def held(token_ids: list[int], owner: tuple[str, str]) -> int:
+        raise UnavailableError("gone")
+
+    policy = replace(routing(pair), held=held)
+    (answered,) = ask(pair.pipeline(policy=policy), conversation="c", max_tokens=2)
+    assert answered.body["kv_reason"] == "source_failed: gone"
+
+
+def test_a_header_says_what_the_map_does(pair: Pair, tmp_path: Path) -> None:
+    plain = MapHeader.read(pair.path)
+    assert (plain.source, plain.target) == (pair.source.spec, pair.target.spec)
+    assert (plain.evidence, plain.guarded) == (EVIDENCE, False)
+    pair.kvmap.with_guard({"limit": 1}).save(tmp_path / "guarded")
+    assert MapHeader.read(tmp_path / "guarded").guarded
+    pair.path.with_name("text").write_text("no map")
+    with pytest.raises(FormatError, match="not a whole safetensors file"):
+        MapHeader.read(pair.path.with_name("text"))
 
 
 # --- Refusals ------------------------------------------------------------------------------------
@@ -241,6 +417,7 @@ def test_a_policy_decides_who_reads(pair: Pair) -> None:
         ({"prompt": " ".join(["anna"] * 512)}, "has 512 tokens and 1 more"),
         ({"prompt": None, "messages": [{"role": "user", "content": "a"}]}, "no chat template"),
         ({"foo": 1}, "Unknown field"),
+        ({"tenant": "t" * 300}, "at most 256 characters"),
     ],
 )
 def test_a_bad_request_is_a_sentence_before_any_model_runs(
@@ -251,6 +428,22 @@ def test_a_bad_request_is_a_sentence_before_any_model_runs(
 
     with pytest.raises(InputError, match=said):
         ask(pair.pipeline(read=never, answer=never), **body)
+
+
+def test_what_is_far_too_long_is_not_even_parsed(pair: Pair) -> None:
+    most = 64 * 512
+    with pytest.raises(InputError, match=f"has {most + 1} characters; at most {most} are read"):
+        next(pair.pipeline().respond("{" * (most + 1), {}))
+    with pytest.raises(InputError, match="not JSON"):
+        next(pair.pipeline().respond("{" * most, {}))
+
+
+def test_a_model_of_whole_answers_gives_no_stream(pair: Pair) -> None:
+    pipeline = pair.pipeline()
+    pipeline.config = replace(pipeline.config, streams=False)
+    with pytest.raises(InputError, match="`stream` must be false"):
+        ask(pipeline, stream=True)
+    assert len(ask(pipeline, max_tokens=2)) == 1
 
 
 def test_messages_go_through_the_chat_template(pair: Pair, tmp_path: Path) -> None:

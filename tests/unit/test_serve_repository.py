@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 from handmade_maps import random_map
+from test_routing import SPEEDS, evidence
 from typer.testing import CliRunner
 
 from trtllm_kvmap.cli import app
+from trtllm_kvmap.decode.speeds import Speeds
 from trtllm_kvmap.errors import InputError, KvMapError, MismatchError, UnprovenError
 from trtllm_kvmap.inject import trtllm
 from trtllm_kvmap.inject.connector.config import ConnectorConfig
@@ -47,7 +49,7 @@ def test_the_command_writes_the_hf_lane(given: dict, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     files = sorted(path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file())
-    models = ("kvmap_pipeline", "source", "target")
+    models = ("kvmap_pipeline", "kvmap_whole", "source", "target")
     assert files == sorted(f"{m}/{f}" for m in models for f in ("config.pbtxt", "1/model.py"))
     assert parameters((out / "source/config.pbtxt").read_text()) == {
         "model": given["source"],
@@ -60,6 +62,10 @@ def test_the_command_writes_the_hf_lane(given: dict, tmp_path: Path) -> None:
     }
     pipeline = parameters((out / "kvmap_pipeline/config.pbtxt").read_text())
     assert (pipeline["repair_window"], pipeline["mapper_id"]) == ("16", "s-to-t")
+    assert pipeline["kvmap"] == str(given["kvmap"])
+    assert parameters((out / "kvmap_whole/config.pbtxt").read_text()) == pipeline
+    decoupled = [m for m in models if "decoupled" in (out / m / "config.pbtxt").read_text()]
+    assert decoupled == ["kvmap_pipeline", "target"]
     for model in models:
         assert f'name: "{model}"\n' in (out / model / "config.pbtxt").read_text()
     assert not list(tmp_path.glob(".repository*")), "nothing is left beside it"
@@ -74,7 +80,7 @@ def test_a_models_file_imports_what_exists(given: dict, tmp_path: Path) -> None:
         (imported,) = (n for n in ast.walk(ast.parse(file.read_text())) if hasattr(n, "module"))
         package, _, name = imported.module.rpartition(".")
         text = (Path(import_module(package).__file__).parent / f"{name}.py").read_text()
-        assert f"class {imported.names[0].name}:" in text
+        assert f"class {imported.names[0].name}" in text
 
 
 def test_the_trtllm_lane_names_classes_and_settings_that_exist(given: dict, tmp_path: Path) -> None:
@@ -111,6 +117,37 @@ def test_a_config_is_escaped_as_a_text_string() -> None:
     assert "decoupled: true" in text
     assert parameters(text) == {"k": odd}
     assert text.isascii()
+
+
+def test_speeds_go_into_the_pipelines(given: dict, tmp_path: Path) -> None:
+    """Only where they can be routed by: the map's report must vouch for hand-overs like these."""
+    source, target = load_model(given["source"]), load_model(given["target"])
+    vouched = tmp_path / "v.kvmap.safetensors"
+    random_map(source, target).with_evidence(evidence()).save(vouched)
+    SPEEDS.save(tmp_path / "speeds.json")
+    out = tmp_path / "r"
+    arguments = ["triton", "--out", str(out), "--speeds", str(tmp_path / "speeds.json")]
+    for name, value in {**given, "kvmap": vouched}.items():
+        arguments += [f"--{name}", str(value)]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    found = sorted(path.parent.name for path in out.rglob("speeds.json"))
+    assert found == ["kvmap_pipeline", "kvmap_whole"]
+    assert Speeds.load(out / "kvmap_whole" / "speeds.json") == SPEEDS
+
+    near = evidence(config=evidence()["config"] | {"N": 33})
+    random_map(source, target).with_evidence(near).save(tmp_path / "near")
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"lane": "trtllm"}, "routes no request"),
+        ({"config": ServeConfig(repair_window=8)}, "window of 32 tokens.*hands over with 8"),
+        ({"kvmap": given["kvmap"]}, "nowhere: its evidence is no report"),
+        ({"kvmap": tmp_path / "near"}, "nowhere: its report repairs 33 tokens, this host 32"),
+    ]
+    for changed, said in wrong:
+        asked = {**given, "kvmap": vouched, "config": ServeConfig(), **changed}
+        with pytest.raises(InputError, match=said):
+            write_repository(tmp_path / "n", **asked, speeds=SPEEDS)
+        assert not (tmp_path / "n").exists()
 
 
 @pytest.mark.parametrize("lane", LANES)

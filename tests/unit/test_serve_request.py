@@ -48,6 +48,20 @@ def test_hints_of_a_router_name_the_conversation_and_the_map() -> None:
     assert parse(hints, prompt="a").conversation == "id"
     assert parse(hints, prompt="a").mapper_id == "m"
     assert parse(hints, prompt="a", conversation="own").conversation == "own"
+    headers = {"X-VSR-KV-Mapper-Id": "m", "x-Vsr-Kv-Cache-Id": "id", "Accept": "*/*"}
+    asked = parse(headers, prompt="a")
+    assert (asked.conversation, asked.mapper_id) == ("id", "m")
+
+
+def test_a_name_that_the_source_would_have_to_keep_has_a_bound() -> None:
+    assert parse(prompt="a", tenant="t" * 256).tenant == "t" * 256
+    for hints, body in (
+        ({}, {"tenant": "t" * 257}),
+        ({}, {"conversation": "t" * 257}),
+        ({"x-vsr-kv-cache-id": "t" * 257}, {}),
+    ):
+        with pytest.raises(InputError, match="at most 256 characters, got 257"):
+            parse(hints, prompt="a", **body)
 
 
 @pytest.mark.parametrize(

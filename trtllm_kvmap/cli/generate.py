@@ -78,10 +78,7 @@ def generate(
         ranked = rank_by_attention(reader, read.cache, ids, plan)
         plan = plan.with_selected(ranked, plan.num_computed + config.selected_tokens)
     guard = None if loaded.guard is None else Guard.from_json(loaded.guard)
-    if guard is None:
-        made = Guarded(bridge.hand_over(read.cache, ids, plan), "applied", None, None)
-    else:
-        made = hand_over_guarded(bridge, guard, read.cache, ids, plan)
+    made = hand_over_guarded(bridge, guard, read.cache, ids, plan)
     handoff, plan = made.handoff, made.handoff.plan
     complaints.print(_said(made, guard), markup=False, highlight=False)
     tokenizer: Any = bridge.target.tokenizer

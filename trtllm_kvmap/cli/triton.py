@@ -9,6 +9,7 @@ import typer
 
 from trtllm_kvmap.cli.app import console, verb
 from trtllm_kvmap.cli.flags import SourceOption, TargetOption, UnprovenOption, config_flags
+from trtllm_kvmap.decode.speeds import Speeds
 from trtllm_kvmap.serve.repository import LANES, write_repository
 from trtllm_kvmap.serve.settings import ServeConfig
 
@@ -23,9 +24,20 @@ def triton(
     config: ServeConfig,
     lane: Annotated[str, typer.Option(help=f"who runs the models: {', '.join(LANES)}")] = "hf",
     allow_unproven: UnprovenOption = False,
+    speeds: Annotated[
+        Path | None,
+        typer.Option(help="route each request by these speeds (plan --measure writes them)"),
+    ] = None,
 ) -> None:
     """Write a Triton model repository: one model reads, the other answers from mapped KV."""
     files = write_repository(
-        out, kvmap, source, target, config, lane=lane, allow_unproven=allow_unproven
+        out,
+        kvmap,
+        source,
+        target,
+        config,
+        lane=lane,
+        allow_unproven=allow_unproven,
+        speeds=None if speeds is None else Speeds.load(speeds),
     )
     console.print(f"Wrote {out}: {len(files)} files, lane {lane}", highlight=False)

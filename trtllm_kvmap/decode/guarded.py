@@ -30,22 +30,26 @@ class Guarded:
 
 def hand_over_guarded(
     bridge: KvBridge,
-    guard: Guard,
+    guard: Guard | None,
     source_cache: HfCache,
     token_ids: Sequence[int] | torch.Tensor,
     plan: HandoffPlan,
     target_cache: HfCache | None = None,
+    *,
+    source_losses: torch.Tensor | None = None,
 ) -> Guarded:
-    """KvBridge.hand_over of one prompt, with the same arguments and errors, under ``guard``.
+    """KvBridge.hand_over of one prompt, with the same arguments and errors, under ``guard``
+    (None: every hand-over stands); ``source_losses`` as for measure_signals.
 
     After a fall-back the cache is what the target itself would hold: it has read everything but
     its exact spliced tokens, and no mapped entry is left. Raises InputError or UnavailableError
     where signals cannot be measured (measure_signals).
     """
-    made = bridge.hand_over(source_cache, token_ids, plan, target_cache, keep_logits=WINDOW)
-    if not plan.mapped:
+    kept = 1 if guard is None else WINDOW
+    made = bridge.hand_over(source_cache, token_ids, plan, target_cache, keep_logits=kept)
+    if guard is None or not plan.mapped:
         return Guarded(made, "applied", None, None)
-    signals = measure_signals(bridge, source_cache, token_ids, made)
+    signals = measure_signals(bridge, source_cache, token_ids, made, source_losses)
     verdict = guard.judge(signals)
     if verdict.applied:
         return Guarded(made, "applied", signals, verdict.drift)

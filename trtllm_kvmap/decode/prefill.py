@@ -82,6 +82,14 @@ def prefill(
     return Prefill(cache, logits[0] if torch.as_tensor(token_ids).ndim == 1 else logits)
 
 
+def token_losses(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Nats, float64 [num_tokens - 1], of every token behind the first of ``token_ids``
+    [num_tokens], as ``logits`` [num_tokens, vocab_size] after its forerunner have it.
+    """
+    known = token_ids[1:].to(logits.device)
+    return torch.nn.functional.cross_entropy(logits[:-1].double(), known, reduction="none").cpu()
+
+
 def _mask(
     attention_mask: torch.Tensor | None, ids: torch.Tensor, entries: int
 ) -> torch.Tensor | None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from trtllm_kvmap.decode.bridge import Handoff, KvBridge
-from trtllm_kvmap.decode.prefill import prefill
+from trtllm_kvmap.decode.prefill import prefill, token_losses
 from trtllm_kvmap.errors import InputError, UnavailableError
 from trtllm_kvmap.inject.hf_cache import (
     HfCache,
@@ -18,12 +18,14 @@ from trtllm_kvmap.inject.hf_cache import (
     num_entries,
     take_span,
     view_pool,
+    written_lengths,
 )
 from trtllm_kvmap.mapper.contract import Span
 from trtllm_kvmap.mapper.pool import KvPool
 from trtllm_kvmap.models import LoadedModel
 from trtllm_kvmap.rotary import remove_rope
-from trtllm_kvmap.spec.rope import RopeParams
+from trtllm_kvmap.spec.plan import HandoffPlan
+from trtllm_kvmap.spec.rope import RopeParams, written_length
 from trtllm_kvmap.spec.slices import FIELDS
 
 WINDOW = 64  # repaired tokens that are looked at, from the end: enough to tell, whatever the plan
@@ -51,25 +53,30 @@ class Signals:
         return np.concatenate([[self.loss_gap, self.loss_excess], drift])
 
 
+def judged_tokens(plan: HandoffPlan) -> range:
+    """The tokens of ``plan`` that signals are measured on: the last repaired ones."""
+    return plan.repaired[-WINDOW:]
+
+
 @torch.no_grad()
 def measure_signals(
-    bridge: KvBridge, source_cache: HfCache, token_ids: Sequence[int] | torch.Tensor, hand: Handoff
+    bridge: KvBridge,
+    source_cache: HfCache,
+    token_ids: Sequence[int] | torch.Tensor,
+    hand: Handoff,
+    source_losses: torch.Tensor | None = None,
 ) -> Signals:
     """The signals of ``hand``, which ``bridge`` has just made of ``source_cache`` for the prompt
     ``token_ids`` [num_tokens]. Nothing is changed.
 
-    The source reads the last repaired tokens (at most WINDOW) once more for their losses; the
-    target does so too when ``hand`` did not keep their logits (hand_over's ``keep_logits``).
+    The source reads the judged tokens once more for their losses; the target does so too when
+    ``hand`` did not keep their logits (hand_over's ``keep_logits``). A source in another process
+    sends ``source_losses``, token_losses of what it reads there, and a cache of the whole prompt.
 
-    Raises InputError for a batch or a plan with fewer than two repaired tokens, and
-    UnavailableError for a source in another process.
+    Raises InputError for a batch, a plan with fewer than two repaired tokens, or other losses and
+    caches than these; UnavailableError for a source in another process that sent none.
     """
     source, target = bridge.source, bridge.target
-    if not isinstance(source, LoadedModel):
-        raise UnavailableError(
-            f"The losses of {source.name} are not to be had here, because it runs in another "
-            f"process; a guard needs the source and its cache on one machine."
-        )
     ids = torch.as_tensor(token_ids, device=target.device).long()
     if ids.ndim != 1 or len(hand.plan.repaired) < 2:
         raise InputError(
@@ -77,11 +84,24 @@ def measure_signals(
             f"shape {list(ids.shape)} and {len(hand.plan.repaired)} repaired; hand rows over one "
             f"by one, with a repair_window of 8 or more."
         )
-    window = hand.plan.repaired[-WINDOW:]
-    begin = min(num_entries(source_cache), window.start)
-    read = prefill(source, ids[begin:], fork(source_cache, begin), logits_to_keep=len(window))
-    gaps = _losses(_target_logits(target, ids, hand, window), ids, window)
-    gaps -= _losses(read.logits, ids, window)
+    window = judged_tokens(hand.plan)
+    if source_losses is None and isinstance(source, LoadedModel):
+        begin = min(num_entries(source_cache), window.start)
+        read = prefill(source, ids[begin:], fork(source_cache, begin), logits_to_keep=len(window))
+        source_cache, source_losses = read.cache, token_losses(read.logits, ids[window.start :])
+    if source_losses is None:
+        raise UnavailableError(
+            f"The losses of {source.name} are not to be had here, because it runs in another "
+            f"process; let it send them, or judge where the source and its cache are."
+        )
+    if len(source_losses) != len(window) - 1 or num_entries(source_cache) < len(ids):
+        raise InputError(
+            f"The source sent {len(source_losses)} losses and a cache of "
+            f"{num_entries(source_cache)} tokens; a guard needs {len(window) - 1} and {len(ids)}. "
+            f"Let it read the whole prompt."
+        )
+    gaps = token_losses(_target_logits(target, ids, hand, window), ids[window.start :])
+    gaps -= source_losses
     mapped = make_cache(
         target.spec, len(window), dtype=target.model.dtype, device=target.model.device
     )
@@ -91,10 +111,12 @@ def measure_signals(
         target_slots=columns - window.start,
         positions=columns,
         token_ids=ids[columns],
-        source_length=source.rope_length(len(ids)),
+        source_length=written_length(
+            source.spec.rope, written_lengths(source_cache, window) or [len(ids)]
+        ),
         target_length=target.rope_length(len(ids)),
     )
-    bridge.mapper.map_kv(view_pool(read.cache), view_pool(mapped), span)
+    bridge.mapper.map_kv(view_pool(source_cache), view_pool(mapped), span)
     repaired = take_span(hand.cache, window)
     return Signals(
         loss_gap=float(gaps.mean()),
@@ -137,9 +159,3 @@ def _target_logits(
         return hand.repaired_logits[-len(window) :]
     held = fork(hand.cache, window.start)
     return prefill(target, ids[window.start :], held, logits_to_keep=len(window)).logits
-
-
-def _losses(logits: torch.Tensor, ids: torch.Tensor, window: range) -> torch.Tensor:
-    """Nats, float64 [len(window) - 1]: of every known token that a token of ``window`` predicts."""
-    known = ids[window.start + 1 :].to(logits.device)
-    return torch.nn.functional.cross_entropy(logits[:-1].double(), known, reduction="none").cpu()

@@ -27,7 +27,7 @@ class RoutingPolicy:
 
 def nothing_to_gain(evidence: Mapping[str, Any] | None) -> bool:
     """Whether the report shows the target no better than the source alone."""
-    if evidence is None:
+    if evidence is None or _unreadable(evidence):
         return False
     metric = evidence["config"]["metric"]
     source, target = (evidence["arms"][name][metric]["value"] for name in ("source", "target"))
@@ -48,6 +48,8 @@ def objection_to(
     """
     if evidence is None:
         return "it carries no evidence"
+    if missing := _unreadable(evidence):
+        return f"its evidence is no report that can be judged by ({missing})"
     config = evidence["config"]
     if repair_window < config["N"]:
         return f"its report repairs {config['N']} tokens, this host {repair_window}"
@@ -70,6 +72,24 @@ def objection_to(
             f"its report does not show a perplexity below {policy.max_perplexity_ratio:g} times "
             f"the target's own ({_interval(ratio)})"
         )
+    return ""
+
+
+def _unreadable(evidence: Mapping[str, Any]) -> str:
+    """What keeps ``evidence`` from being a report of evaluate, or "": a map's file may hold any
+    JSON there.
+    """
+    try:
+        config, arms = evidence["config"], evidence["arms"]
+        figures = [arms[name][config["metric"]] for name in ("source", "target")]
+        figures += [evidence["gap_recovered"], evidence["perplexity_ratio"]]
+        bounds = [figure[bound] for figure in figures for bound in ("value", "low", "high")]
+        counts = [config["N"], config["context_tokens"]["longest"]]
+        for number in (*counts, *(bound for bound in bounds if bound is not None)):
+            if not isinstance(number, (int, float)):
+                raise TypeError(f"{number!r} is no number")
+    except (LookupError, TypeError) as error:
+        return repr(error)
     return ""
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from trtllm_kvmap.decode.signals import judged_tokens
 from trtllm_kvmap.errors import InputError, KvMapError
 from trtllm_kvmap.models import tokenise
 from trtllm_kvmap.serve.outcome import Outcome
@@ -18,13 +19,16 @@ from trtllm_kvmap.serve.target import Event, Job
 from trtllm_kvmap.spec.plan import plan_handoff
 
 DEFAULT_MAX_TOKENS = 128
+# More than any text needs, escapes of JSON included; reading without a bound would be free to ask.
+CHARACTERS_PER_POSITION = 64
 Read = TypeVar("Read")  # what the source hands to the target: tensors of whatever host this is
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineConfig:
     """How prompts are handed over. ``max_positions`` is the target's limit, ``mapper_id`` the name
-    of the map.
+    of the map. ``guarded``: the map carries a guard, which weighs the source's losses of the
+    repaired tokens, so the source reads those too. ``streams``: an answer may come in pieces.
     """
 
     name: str
@@ -32,6 +36,8 @@ class PipelineConfig:
     mapper_id: str
     first_tokens: int = 1
     repair_window: int = 32
+    guarded: bool = False
+    streams: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +51,9 @@ class Answered:
 class Pipeline(Generic[Read]):
     """Validates, tokenises, lets the source read and the target answer.
 
-    ``read(token_ids, owner)`` asks the source and may raise anything: then the target reads the
-    prompt itself. ``answer(token_ids, job, read)`` asks the target; what it raises ends the
-    request.
+    ``read(token_ids, owner, judged)`` asks the source and may raise anything, as may ``policy``:
+    then the target reads the prompt itself. ``answer(token_ids, job, read)`` asks the target; what
+    it raises ends the request.
     """
 
     def __init__(
@@ -55,7 +61,7 @@ class Pipeline(Generic[Read]):
         config: PipelineConfig,
         tokenizer: Any,
         *,
-        read: Callable[[list[int], Owner], Read],
+        read: Callable[[list[int], Owner, int], Read],
         answer: Callable[[list[int], Job, Read | None], Iterator[Event]],
         policy: Policy = source_reads,
     ) -> None:
@@ -67,7 +73,18 @@ class Pipeline(Generic[Read]):
 
         Raises InputError before the first of them for a request that cannot be carried out.
         """
+        longest = CHARACTERS_PER_POSITION * self.config.max_positions
+        if len(body) > longest:
+            raise InputError(
+                f"The request has {len(body)} characters; at most {longest} are read, "
+                f"{CHARACTERS_PER_POSITION} for each position of the target. Shorten the prompt."
+            )
         request = parse_request(body, parameters)
+        if request.stream and not self.config.streams:
+            raise InputError(
+                f"{self.config.name} gives whole answers: `stream` must be false. Ask the "
+                f"pipeline's generate_stream for pieces."
+            )
         token_ids = self._token_ids(request)
         plan = plan_handoff(
             len(token_ids),
@@ -75,11 +92,15 @@ class Pipeline(Generic[Read]):
             repair_window=self.config.repair_window,
         )
         read = None
-        outcome = self._refusal(request) or self._policy(request, plan)
+        outcome = self._refusal(request)
         if outcome is None:
             try:
-                owner = request.tenant, request.conversation
-                read = self._read(token_ids[: plan.mapped.stop], owner)
+                outcome = self._policy(request, token_ids, plan)
+                if outcome is None:
+                    judged = len(judged_tokens(plan)) if self.config.guarded else 0
+                    end = plan.num_tokens if judged else plan.mapped.stop
+                    owner = request.tenant, request.conversation
+                    read = self._read(token_ids[:end], owner, judged)
             except Exception as error:
                 # Nothing about the answer depends on the source.
                 outcome = Outcome("fallback_reprefill", "source_failed", str(error))

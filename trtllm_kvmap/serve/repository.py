@@ -10,6 +10,8 @@ from pathlib import Path
 
 from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.artifact.whole import require_writable
+from trtllm_kvmap.decode.speeds import Speeds
+from trtllm_kvmap.decode.vouched import RoutingPolicy, objection_to
 from trtllm_kvmap.errors import InputError, MismatchError
 from trtllm_kvmap.models import describe_model
 from trtllm_kvmap.serve.lanes.hf import hf_files
@@ -29,10 +31,14 @@ def write_repository(
     *,
     lane: str = "hf",
     allow_unproven: bool = False,
+    speeds: Speeds | None = None,
 ) -> list[Path]:
     """Write the repository ``out``, a new or empty folder, whole or not at all; returns its files.
 
-    Raises InputError for a lane or folder that cannot be, and what KvMap.load raises. The map must
+    With measured ``speeds`` each request is routed by them (serve.policy.Routed).
+
+    Raises InputError for a lane or folder that cannot be, for speeds of another repair window or a
+    map that routing would never choose, and what KvMap.load raises. The map must
     fit both models as far as that shows without their weights (MismatchError); the weights
     themselves are compared when the server has loaded them.
     """
@@ -42,6 +48,8 @@ def write_repository(
         raise InputError(f"{out} is not an empty folder; give the name of a new one.")
     loaded = KvMap.load(kvmap, allow_unproven=allow_unproven)
     require_described(loaded, source, target)
+    if speeds is not None:
+        require_routable(loaded, speeds, config, lane)
     files = LANES[lane](
         Served(
             kvmap=str(kvmap.resolve()),
@@ -50,6 +58,7 @@ def write_repository(
             mapper_id=kvmap.name.removesuffix(".safetensors").removesuffix(".kvmap"),
             allow_unproven=allow_unproven,
             config=config,
+            speeds=speeds,
         )
     )
     if out.is_dir():
@@ -62,6 +71,24 @@ def write_repository(
             (whole / path).write_text(text, encoding="utf-8")
         shutil.move(whole, out)
     return [out / path for path in files]
+
+
+def require_routable(kvmap: KvMap, speeds: Speeds, config: ServeConfig, lane: str) -> None:
+    """Raise InputError when requests cannot be routed by ``speeds``."""
+    if lane != "hf":
+        raise InputError(f"The lane {lane} routes no request; leave --speeds out.")
+    if speeds.repair_window != config.repair_window:
+        raise InputError(
+            f"The speeds were measured with a repair window of {speeds.repair_window} tokens, the "
+            f"repository hands over with {config.repair_window}. Give --repair-window "
+            f"{speeds.repair_window}, or measure again."
+        )
+    objection = objection_to(kvmap.evidence, 1, config.repair_window, "up", RoutingPolicy())
+    if objection:
+        raise InputError(
+            f"With --speeds a map is used where its evidence vouches for it, and here that would "
+            f"be nowhere: {objection}. Evaluate it again, or leave --speeds out."
+        )
 
 
 def require_described(kvmap: KvMap, source: str, target: str) -> None:

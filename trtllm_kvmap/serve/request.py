@@ -10,9 +10,10 @@ from typing import Any
 from trtllm_kvmap.errors import InputError
 
 MAX_STOPS = 8
+LONGEST_NAME = 256  # of a tenant or a conversation: the source keeps them with what it has read
 # Hints of vllm-project/semantic-router's contract for cross-model KV reuse, as Triton hands request
-# headers and parameters to a model. The third, x-vsr-kv-source-pod, names a host to fetch from;
-# this pipeline reads with its own source.
+# headers (as the client spells them) and parameters to a model. The third, x-vsr-kv-source-pod,
+# names a host to fetch from; this pipeline reads with its own source.
 CACHE_ID, MAPPER_ID = "x-vsr-kv-cache-id", "x-vsr-kv-mapper-id"
 FIELDS: dict[str, tuple[type, ...]] = {
     "model": (str,),
@@ -50,6 +51,7 @@ def parse_request(body: str | bytes, parameters: Mapping[str, Any]) -> Completio
     """Read a JSON body and the request's parameters. Raises InputError with one sentence for
     anything that cannot be carried out exactly as asked; a field that is null counts as absent.
     """
+    hints = {name.lower(): str(value) for name, value in parameters.items()}
     try:
         given = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -69,9 +71,9 @@ def parse_request(body: str | bytes, parameters: Mapping[str, Any]) -> Completio
         max_tokens=_max_tokens(given),
         stream=given.get("stream", False),
         stop=_stops(given.get("stop", [])),
-        tenant=given.get("tenant", ""),
-        conversation=given.get("conversation") or str(parameters.get(CACHE_ID, "")),
-        mapper_id=str(parameters.get(MAPPER_ID, "")),
+        tenant=_name("tenant", given.get("tenant", "")),
+        conversation=_name("conversation", given.get("conversation") or hints.get(CACHE_ID, "")),
+        mapper_id=hints.get(MAPPER_ID, ""),
     )
 
 
@@ -116,6 +118,14 @@ def _messages(messages: list[Any]) -> tuple[dict[str, str], ...]:
     if not messages:
         raise InputError("`messages` is empty; give at least one.")
     return tuple(messages)
+
+
+def _name(field: str, name: str) -> str:
+    if len(name) > LONGEST_NAME:
+        raise InputError(
+            f"`{field}` may have at most {LONGEST_NAME} characters, got {len(name)}; send a digest."
+        )
+    return name
 
 
 def _stops(stop: str | list[Any]) -> tuple[str, ...]:

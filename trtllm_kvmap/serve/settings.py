@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from trtllm_kvmap.decode.speeds import Speeds
+
+SPEEDS = "speeds.json"  # in the folder of a pipeline model: requests are routed by it
+
 
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
@@ -19,7 +23,7 @@ class ServeConfig:
 @dataclass(frozen=True, slots=True)
 class Served:
     """The pair of one repository, with absolute paths (or hub ids) of models and map. ``mapper_id``
-    is the name clients may ask for the map by.
+    is the name clients may ask for the map by. With ``speeds`` requests are routed by them.
     """
 
     kvmap: str
@@ -28,3 +32,4 @@ class Served:
     mapper_id: str
     allow_unproven: bool
     config: ServeConfig
+    speeds: Speeds | None = None

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from trtllm_kvmap.decode.prefill import prefill
+from trtllm_kvmap.decode.prefill import prefill, token_losses
 from trtllm_kvmap.decode.prefix import common_prefix
 from trtllm_kvmap.inject.hf_cache import (
     HfCache,
     empty_cache,
     fork,
-    num_entries,
     rope_length_of,
     view_pool,
 )
@@ -28,13 +27,16 @@ class SourceRead:
 
     ``kv`` [2, num_layers, num_kv_heads, num_tokens, head_dim], keys (rotated) then values;
     ``rope_length`` is the length whose frequencies the keys were written with; ``model`` says who
-    wrote them; ``tokens_read`` of them were not held from an earlier turn.
+    wrote them; ``tokens_read`` of them were not held from an earlier turn. ``losses`` float64
+    [judged - 1] are the source's own of the last tokens, where they were asked for: what a guard
+    weighs the target's against.
     """
 
     kv: torch.Tensor
     rope_length: int
     model: RemoteModel
     tokens_read: int
+    losses: torch.Tensor | None = None
 
 
 class SourceReader:
@@ -51,30 +53,32 @@ class SourceReader:
     def held_tokens(self) -> int:
         return sum(len(ids) for ids, _ in self._held.values())
 
-    def read(self, token_ids: list[int], owner: Owner = ("", "")) -> SourceRead:
+    def held(self, token_ids: list[int], owner: Owner) -> int:
+        """How many of ``token_ids`` a read for ``owner`` would find here already."""
+        return common_prefix(self._held[owner][0], token_ids) if owner in self._held else 0
+
+    def read(self, token_ids: list[int], owner: Owner = ("", ""), judged: int = 0) -> SourceRead:
         """The KV of ``token_ids``. ``owner``'s earlier read is extended where it begins alike;
-        without a conversation nothing is kept.
+        without a conversation nothing is kept. The last ``judged`` tokens are read in any case,
+        for their losses.
 
         Raises InputError for tokens or lengths the model does not know, MismatchError when the keys
         were written with more than one set of RoPE frequencies.
         """
-        cache = self._begin(token_ids, owner)
-        held = num_entries(cache)
+        held = min(self.held(token_ids, owner), len(token_ids) - judged)
+        cache = fork(self._held[owner][1], held) if held else empty_cache()
+        losses = None
         if held < len(token_ids):
-            cache = prefill(self.loaded, token_ids[held:], cache, logits_to_keep=1).cache
+            read = prefill(self.loaded, token_ids[held:], cache, logits_to_keep=max(judged, 1))
+            cache = read.cache
+            if judged:
+                losses = token_losses(read.logits, torch.tensor(token_ids[-judged:]))
         length = rope_length_of(cache, self.loaded.spec.rope, len(token_ids))
         if owner[1]:
             self._keep(token_ids, cache, owner)
         pool = view_pool(cache)
         kv = torch.stack([torch.cat(pool.keys), torch.cat(pool.values)])
-        return SourceRead(kv, length, self.model, len(token_ids) - held)
-
-    def _begin(self, token_ids: list[int], owner: Owner) -> HfCache:
-        if owner not in self._held:
-            return empty_cache()
-        held_ids, cache = self._held[owner]
-        shared = common_prefix(held_ids, token_ids)
-        return fork(cache, shared) if shared else empty_cache()
+        return SourceRead(kv, length, self.model, len(token_ids) - held, losses)
 
     def _keep(self, token_ids: list[int], cache: HfCache, owner: Owner) -> None:
         longer, _ = self._held.get(owner, ([], None))

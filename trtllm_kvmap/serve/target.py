@@ -14,6 +14,8 @@ import torch
 from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.decode.bridge import Handoff, KvBridge
 from trtllm_kvmap.decode.generate import stream_tokens
+from trtllm_kvmap.decode.guard import Guard
+from trtllm_kvmap.decode.guarded import Guarded, hand_over_guarded
 from trtllm_kvmap.decode.prefill import prefill
 from trtllm_kvmap.errors import InputError, KvMapError, MismatchError, NumericsError, UnprovenError
 from trtllm_kvmap.inject.hf_cache import (
@@ -77,37 +79,35 @@ class Event:
         return Event(**{**entry, "outcome": Outcome(**entry["outcome"])})
 
 
-def open_map(path: str | Path, *, allow_unproven: bool = False) -> tuple[KvMap | None, Outcome]:
-    """The map, or None and the outcome that every request has without it."""
-    try:
-        return KvMap.load(path, allow_unproven=allow_unproven), Outcome("applied")
-    except UnprovenError as error:
-        return None, Outcome("unsupported", "unproven", str(error))
-    except KvMapError as error:
-        return None, Outcome("unsupported", "unreadable_map", str(error))
-
-
 class TargetAnswerer:
     """Answers with one model. No answer depends on the map: without one, with one that was fitted
-    for other models, or when a hand-over fails, the model reads the prompt itself and says why.
+    for other models, when a hand-over fails or the map's guard takes it back, the model reads the
+    prompt itself and says why.
     """
 
     def __init__(
         self, loaded: LoadedModel, kvmap: str | Path, *, allow_unproven: bool = False
     ) -> None:
         self.loaded = loaded
-        self.kvmap, self.without = open_map(kvmap, allow_unproven=allow_unproven)
+        self.kvmap: KvMap | None = None
+        self.guard: Guard | None = None
+        self.without = Outcome("applied")  # what every request ends with when there is no map
         self._bridge: KvBridge | None = None
         tokenizer: Any = loaded.tokenizer
         if tokenizer is None:
             raise InputError(f"{loaded.name} has no tokenizer, so it cannot answer with text.")
         self._eos = {tokenizer.eos_token_id} - {None}
-        if self.kvmap is not None:
-            try:
-                self.kvmap.target_fingerprint.require(loaded.fingerprint, "target")
-            except MismatchError as error:
-                self.kvmap = None
-                self.without = Outcome("unsupported", "mismatch", str(error))
+        try:
+            opened = KvMap.load(kvmap, allow_unproven=allow_unproven)
+            opened.target_fingerprint.require(loaded.fingerprint, "target")
+            self.guard = None if opened.guard is None else Guard.from_json(opened.guard)
+            self.kvmap = opened
+        except UnprovenError as error:
+            self.without = Outcome("unsupported", "unproven", str(error))
+        except MismatchError as error:
+            self.without = Outcome("unsupported", "mismatch", str(error))
+        except KvMapError as error:
+            self.without = Outcome("unsupported", "unreadable_map", str(error))
 
     def answer(self, token_ids: list[int], job: Job, read: SourceRead | None) -> Iterator[Event]:
         """The answer as events, one per piece of text when ``job.stream``, else one in all.
@@ -123,6 +123,7 @@ class TargetAnswerer:
             cache, logits = own.cache, own.logits[-1]
         else:
             cache, logits = handoff.cache, handoff.logits
+        if handoff is not None and outcome.status == "applied":
             mapped, repaired = len(handoff.plan.mapped), len(handoff.plan.repaired)
             milliseconds = {step: 1e3 * handoff.seconds[step] for step in ("map", "repair")}
         milliseconds["first_token"] = 1e3 * (time.perf_counter() - began)
@@ -172,21 +173,36 @@ class TargetAnswerer:
             bridge = self._bridge_from(self.kvmap, read)
         except MismatchError as error:
             return Outcome("unsupported", "mismatch", str(error)), None
+        if self.guard is not None and read.losses is None:
+            detail = (
+                "the map carries a guard, and the source sent no losses for it to weigh; start "
+                "the pipeline again, which asks for them where it finds a guard in the map"
+            )
+            return Outcome("fallback_reprefill", "not_judged", detail), None
         try:
-            handoff = bridge.hand_over(_as_cache(read), token_ids, plan)
-            if not bool(torch.isfinite(handoff.logits).all()):
+            made = hand_over_guarded(
+                bridge, self.guard, _as_cache(read), token_ids, plan, source_losses=read.losses
+            )
+            if not bool(torch.isfinite(made.handoff.logits).all()):
                 raise NumericsError("The target computed NaN or infinity on the mapped cache.")
         except Exception as error:
             # Whatever went wrong, the target still has the prompt.
             log.warning("a hand-over failed", exc_info=True)
             return Outcome("fallback_reprefill", "hand_over_failed", str(error)), None
-        return Outcome("applied"), handoff
+        return _outcome_of(made, self.guard), made.handoff
 
     def _bridge_from(self, kvmap: KvMap, read: SourceRead) -> KvBridge:
         """The bridge from whoever wrote ``read``, made anew only when that is another model."""
         if self._bridge is None or self._bridge.source != read.model:
             self._bridge = KvBridge(kvmap, source=read.model, target=self.loaded)
         return self._bridge
+
+
+def _outcome_of(made: Guarded, guard: Guard | None) -> Outcome:
+    if made.status == "applied" or guard is None:
+        return Outcome("applied")
+    detail = f"it scores this hand-over {made.score:.3g}, and {guard.limit:.3g} is its limit"
+    return Outcome("fallback_reprefill", "guard", detail)
 
 
 def _as_cache(read: SourceRead) -> HfCache:

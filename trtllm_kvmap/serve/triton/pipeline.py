@@ -7,20 +7,26 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from trtllm_kvmap.errors import UnavailableError
+from trtllm_kvmap.decode.speeds import Speeds
+from trtllm_kvmap.errors import KvMapError, UnavailableError
 from trtllm_kvmap.models import load_tokenizer, read_spec
+from trtllm_kvmap.serve.map_header import MapHeader
 from trtllm_kvmap.serve.metrics import Counters, Family
 from trtllm_kvmap.serve.pipeline import Pipeline, PipelineConfig
+from trtllm_kvmap.serve.policy import Policy, Routed, source_reads
+from trtllm_kvmap.serve.settings import SPEEDS
 from trtllm_kvmap.serve.source import Owner
 from trtllm_kvmap.serve.target import Event, Job
-from trtllm_kvmap.serve.triton.read import KV, WRITTEN_BY
+from trtllm_kvmap.serve.triton.read import HELD, KV, WRITTEN_BY
 from trtllm_kvmap.serve.triton.tensors import (
     ids_tensor,
     parameter,
+    parameters_of,
     send_all,
     text_of,
     text_tensor,
@@ -30,16 +36,27 @@ from trtllm_kvmap.serve.triton.tensors import (
 class TritonPythonModel:
     """What the python backend calls."""
 
+    streams = True
+
     def initialize(self, arguments: dict[str, str]) -> None:
         target = parameter(arguments, "target")
+        header = header_of(parameter(arguments, "kvmap"))
         config = PipelineConfig(
             name=arguments["model_name"],
             max_positions=read_spec(target).max_positions,
             mapper_id=parameter(arguments, "mapper_id"),
             first_tokens=int(parameter(arguments, "first_tokens")),
             repair_window=int(parameter(arguments, "repair_window")),
+            guarded=header is not None and header.guarded,
+            streams=self.streams,
         )
-        self.pipeline = Pipeline(config, load_tokenizer(target), read=ask_source, answer=ask_target)
+        policy: Policy = source_reads
+        speeds = Path(arguments["model_repository"]) / SPEEDS
+        if header is not None and speeds.is_file():
+            policy = Routed(Speeds.load(speeds), header, held=ask_held)
+        self.pipeline = Pipeline(
+            config, load_tokenizer(target), read=ask_source, answer=ask_target, policy=policy
+        )
         self.counters = Counters(counter_family)
 
     def execute(self, requests: list[Any]) -> None:
@@ -48,24 +65,46 @@ class TritonPythonModel:
             send_all(request, respond, on_error=self.counters.count_error)
 
     def _responses(self, request: Any) -> Iterator[Any]:
-        parameters = json.loads(request.parameters())
-        for answered in self.pipeline.respond(text_of(request, "request"), parameters):
+        body, parameters = text_of(request, "request"), parameters_of(request)
+        for answered in self.pipeline.respond(body, parameters):
             if answered.last is not None:
                 self.counters.count(answered.last)
             yield pb_utils.InferenceResponse([text_tensor("response", json.dumps(answered.body))])
 
 
-def ask_source(token_ids: list[int], owner: Owner) -> list[Any]:
+def header_of(kvmap: str) -> MapHeader | None:
+    """None for a map that cannot be read: the target says so in every answer."""
+    try:
+        return MapHeader.read(kvmap)
+    except KvMapError as error:
+        pb_utils.Logger.log_warn(f"Nothing will be mapped: {error}")
+        return None
+
+
+def ask_source(token_ids: list[int], owner: Owner, judged: int) -> list[Any]:
     """The tensors of the source's read, still in shared memory."""
+    return _ask_source(token_ids, owner, judged, [KV, WRITTEN_BY])
+
+
+def ask_held(token_ids: list[int], owner: Owner) -> int:
+    (held,) = _ask_source(token_ids, owner, 0, [HELD])
+    return int(held.as_numpy()[0])
+
+
+def _ask_source(token_ids: list[int], owner: Owner, judged: int, outputs: list[str]) -> list[Any]:
     asked = pb_utils.InferenceRequest(
         model_name="source",
-        inputs=[ids_tensor("token_ids", token_ids), text_tensor("owner", json.dumps(owner))],
-        requested_output_names=[KV, WRITTEN_BY],
+        inputs=[
+            ids_tensor("token_ids", token_ids),
+            text_tensor("owner", json.dumps(owner)),
+            ids_tensor("judged", [judged]),
+        ],
+        requested_output_names=outputs,
     )
     response = asked.exec()
     if response.has_error():
         raise UnavailableError(response.error().message())
-    return [pb_utils.get_output_tensor_by_name(response, name) for name in (KV, WRITTEN_BY)]
+    return [pb_utils.get_output_tensor_by_name(response, name) for name in outputs]
 
 
 def ask_target(token_ids: list[int], job: Job, read: list[Any] | None) -> Iterator[Event]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import torch
+
 from trtllm_kvmap.artifact.fingerprint import Fingerprint
 from trtllm_kvmap.artifact.record import spec_from_json, spec_to_json
 from trtllm_kvmap.models import RemoteModel
 from trtllm_kvmap.serve.source import SourceRead
 from trtllm_kvmap.serve.triton.tensors import kv_of, kv_tensor, text_of, text_tensor
 
-KV, WRITTEN_BY = "source_kv", "written_by"
+KV, WRITTEN_BY, HELD = "source_kv", "written_by", "held"
 
 
 def read_to_tensors(read: SourceRead) -> list[Any]:
@@ -21,6 +23,7 @@ def read_to_tensors(read: SourceRead) -> list[Any]:
         "fingerprint": read.model.fingerprint.to_json(),
         "rope_length": read.rope_length,
         "tokens_read": read.tokens_read,
+        "losses": None if read.losses is None else read.losses.tolist(),
     }
     return [kv_tensor(KV, read.kv), text_tensor(WRITTEN_BY, json.dumps(written_by))]
 
@@ -36,4 +39,11 @@ def read_from_tensors(request: Any) -> SourceRead | None:
         spec_from_json(written_by["spec"]),
         Fingerprint.from_json(written_by["fingerprint"]),
     )
-    return SourceRead(kv, written_by["rope_length"], model, written_by["tokens_read"])
+    losses = written_by["losses"]
+    return SourceRead(
+        kv,
+        written_by["rope_length"],
+        model,
+        written_by["tokens_read"],
+        None if losses is None else torch.tensor(losses, dtype=torch.float64),
+    )

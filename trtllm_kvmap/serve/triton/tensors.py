@@ -31,6 +31,17 @@ def text_of(request: Any, name: str) -> str:
         raise InputError(f"`{name}` is not UTF-8: {error}.") from error
 
 
+def parameters_of(request: Any) -> dict[str, Any]:
+    """What came beside the tensors: of the client's parameters and its forwarded headers. Raises
+    InputError when they are not UTF-8.
+    """
+    try:
+        given: dict[str, Any] = json.loads(request.parameters())
+    except UnicodeDecodeError as error:
+        raise InputError(f"A parameter or header is not UTF-8: {error}.") from error
+    return given
+
+
 def text_tensor(name: str, text: str) -> Any:
     return pb_utils.Tensor(name, np.array([text.encode()], dtype=np.object_))
 

@@ -1,0 +1,34 @@
+"""What is known of a map without reading its matrices: enough to route requests by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trtllm_kvmap.artifact.container import read_content
+from trtllm_kvmap.artifact.kvmap import FORMAT_VERSION, KIND
+from trtllm_kvmap.artifact.pair import pair_from_json
+from trtllm_kvmap.errors import FormatError
+from trtllm_kvmap.spec.model import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class MapHeader:
+    """``evidence`` as KvMap has it; ``guarded``: whether the map carries a guard."""
+
+    source: ModelSpec
+    target: ModelSpec
+    evidence: dict[str, Any] | None
+    guarded: bool
+
+    @staticmethod
+    def read(path: str | Path) -> MapHeader:
+        """Raises FormatError for a file that is no map."""
+        content = read_content(path, KIND, FORMAT_VERSION)
+        try:
+            pair, evidence = pair_from_json(content), content["evidence"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise FormatError(f"{path}: the map is incomplete ({error}); fit it again.") from error
+        guarded = content.get("guard") is not None
+        return MapHeader(pair["source"], pair["target"], evidence, guarded)
