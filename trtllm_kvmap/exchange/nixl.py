@@ -24,7 +24,7 @@ from trtllm_kvmap.exchange.messages import Address, Offer
 from trtllm_kvmap.exchange.transport import TransferError
 
 BINDINGS = ("nixl_cu13._api", "nixl_cu12._api")
-ANSWER_SECONDS = 0.001  # how long a peer that introduces itself waits at most
+TURN_SECONDS = 0.001  # a peer that introduces itself waits no longer
 
 
 def load_api() -> Any:
@@ -113,7 +113,7 @@ class _Agent:
         self._registered.clear()
 
     def _answer(self) -> None:
-        while not self._closing.wait(ANSWER_SECONDS):
+        while not self._closing.wait(TURN_SECONDS):
             with self._in_use:
                 self.agent.get_new_notifs()  # nobody sends any: what counts is that UCX gets a turn
 

@@ -1,10 +1,9 @@
-"""Host memory of one machine: the source's pool is a memory file, which the target maps and copies
-from as if it were its own.
+"""Host memory of one machine, without a library: the source's pool is a memory file, which the
+target maps and copies from as if it were its own.
 
-NIXL reads another process's host memory by a system call that looks up every page anew, which costs
-more than the copy; here a page is looked up once. It needs Linux and one pid namespace (a host, or
-a container): the target opens ``/proc/<pid>/fd/<fd>``, as a process of the same user may. The file
-has no name that could outlive its processes, and what is mapped stays when the source dies.
+Linux, and one pid namespace (a host, or a container): the target opens ``/proc/<pid>/fd/<fd>``, as
+a process of the same user may. The file has no name that could outlive its processes, and what is
+mapped stays when the source dies.
 """
 
 from __future__ import annotations

@@ -37,9 +37,7 @@ class Reader(Protocol):
         """
 
     def close(self) -> None:
-        """Forget what belongs to this offer alone. Nothing of this process writes into the landing
-        pool after it.
-        """
+        """Forget what belongs to this offer alone."""
 
 
 class Transport(Protocol):

@@ -14,8 +14,9 @@ from trtllm_kvmap.inject.connector.status import HandoffStatus
 class PairSettings:
     """``source`` and ``target``: model folders or hub ids; ``kvmap``: the map's file.
 
-    ``transport`` of the blocks; ``num_blocks`` of ``tokens_per_block`` tokens in each of the two
-    pools; the target waits ``wait_seconds`` for blocks, which stay leased for ``lease_seconds``.
+    ``transport`` of the blocks: nixl, or shared_memory; ``num_blocks`` of ``tokens_per_block``
+    tokens in each of the two pools; the target waits ``wait_seconds`` for blocks, which stay leased
+    for ``lease_seconds``.
     """
 
     source: str
