@@ -79,6 +79,7 @@ def test_fit_estimate_names_every_candidate(work: dict[str, Any], tmp_path: Path
     )
     assert "pooled" in said
     assert "slice" in said
+    assert "for the report: about" in said
     assert not out.exists()
 
 

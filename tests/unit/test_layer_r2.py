@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from fit_rows import Rows, draw_rows, least_squares
+from fit_rows import Rows, draw_rows, least_squares, make_spec
 
-from trtllm_kvmap.fit.layer_r2 import layer_r2
+from trtllm_kvmap.fit.layer_r2 import layer_r2, layer_r2_flops
 from trtllm_kvmap.spec.slices import FIELDS, Slice
 
 RIDGE = 1e-2
@@ -40,6 +40,12 @@ def test_every_cell_is_a_ridge_of_one_layer(rows: Rows, joint: bool) -> None:
 def test_bands_of_target_layers_are_put_together(rows: Rows) -> None:
     bands = [rows.moment_set(layers=range(i, i + 1)) for i in range(2)]
     assert layer_r2(bands, RIDGE) == layer_r2(rows.moment_set(), RIDGE)
+
+
+def test_the_work_is_a_factor_and_two_solves_a_layer() -> None:
+    source, target = make_spec("small", 3, 2, 4), make_spec("large", 5, 2, 6)
+    factor, solve = 8**3 / 3, 8**2 * (5 * 2 * 6)
+    assert layer_r2_flops(source, target) == pytest.approx(2 * 3 * (factor + 2 * solve))
 
 
 def test_what_the_moments_do_not_hold_together_is_none(rows: Rows) -> None:

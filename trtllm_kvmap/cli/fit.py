@@ -23,8 +23,8 @@ from trtllm_kvmap.fit import FitConfig
 from trtllm_kvmap.fit import fit as run_fit
 from trtllm_kvmap.fit.estimate import estimate_fit
 from trtllm_kvmap.fit.grid import FitGrid
-from trtllm_kvmap.fit.layer_r2 import with_layer_r2
-from trtllm_kvmap.machine import matmul_rate, total_memory
+from trtllm_kvmap.fit.layer_r2 import layer_r2_flops, with_layer_r2
+from trtllm_kvmap.machine import matmul_rate, say_seconds, total_memory
 from trtllm_kvmap.models import load_model
 
 
@@ -114,3 +114,8 @@ def _print_estimates(moments: list[Path], candidates: list[FitConfig]) -> None:
     for candidate in candidates:
         found = estimate_fit(*specs, candidate, flops_per_second=rate, available=available)
         console.print(f"{_name(asdict(candidate))}: {' '.join(found.sentences())}", highlight=False)
+    seconds = layer_r2_flops(*specs) / rate
+    console.print(
+        f"What each source layer explains, for the report: about {say_seconds(seconds)} more.",
+        highlight=False,
+    )

@@ -14,6 +14,7 @@ from trtllm_kvmap.artifact.moments import MomentSet
 from trtllm_kvmap.errors import NumericsError
 from trtllm_kvmap.fit.centred import CentredPart
 from trtllm_kvmap.fit.ridge import factorise, r2_of
+from trtllm_kvmap.spec.model import ModelSpec
 from trtllm_kvmap.spec.slices import FIELDS, Field
 
 RIDGE = 1e-3
@@ -42,6 +43,15 @@ def layer_r2(
         ]
         for field in FIELDS
     }
+
+
+def layer_r2_flops(source: ModelSpec, target: ModelSpec) -> float:
+    """Float64 operations of layer_r2: for each source layer and field one factor, and two
+    triangular solves for every column of the target's.
+    """
+    width = source.num_kv_heads * source.head_dim
+    columns = target.num_layers * target.num_kv_heads * target.head_dim
+    return len(FIELDS) * source.num_layers * (width**3 / 3 + 2 * width**2 * columns)
 
 
 def with_layer_r2(kvmap: KvMap, moments: MomentSet | Iterable[MomentSet]) -> KvMap:
