@@ -2,7 +2,9 @@
 
 The guard is set as `trtllm-kvmap guard` sets it, on documents of its own and damaged copies of the
 map, and then meets traffic that it was not set on. A map is bad for a request when the target
-answers fewer of the questions about the document than the source alone. The classes:
+answers fewer of the questions about the document than the source alone. Every request is handed
+over twice, with 64 tokens computed that the source attends to and with 32, and judged by two
+guards, with the recall weighed and without. The classes:
 
 good              documents as the models were trained on, 256 to 1,024 tokens
 wrong revision    the source's weights were changed since the fit: a touch (1 to 3 %) or a lot
@@ -12,8 +14,7 @@ out of domain     no fact is told, each is asked and answered; the map never saw
 beyond length     1,100 to 1,600 tokens; the map was calibrated on 200, the models on 1,024
 
 Two further classes are reported apart, because map and source answer about equally well there: a
-revision in between, and conversations. What is called bad among them is a matter of a question or
-two, and no look at 32 tokens can tell.
+revision in between, and conversations.
 """
 
 from __future__ import annotations
@@ -30,25 +31,31 @@ from bench_repair import slice_map
 
 from trtllm_kvmap.artifact.group import HeadGroup
 from trtllm_kvmap.decode.bridge import KvBridge
+from trtllm_kvmap.decode.guard import Guard
 from trtllm_kvmap.evaluate.damage import with_order
 from trtllm_kvmap.evaluate.guard import Case, GuardConfig, quality, rates, run_case, set_guard
 from trtllm_kvmap.evaluate.items import Item
-from trtllm_kvmap.evaluate.reading import read_context, read_item
+from trtllm_kvmap.evaluate.reading import Reading, read_context, read_item
 from trtllm_kvmap.evaluate.tasks import TaskConfig, read_items
 from trtllm_kvmap.models import LoadedModel, load_model
 from trtllm_kvmap.tiny import model_folder
 from trtllm_kvmap.tiny.documents import TOKEN_ID
 
-CASES, SET_ITEMS, SET_SEED, SEED = 300, 24, 4, 5
-QUESTIONS = 32  # about each document: fewer, and chance decides what is called bad
-CONFIG = GuardConfig(first_tokens=4, repair_window=32, selected_tokens=32)
+CASES, SET_ITEMS, SET_SEED, SEED = 300, 40, 204, 205
+QUESTIONS = 128  # about each document: fewer, and chance decides what is called bad
+SAID = 16  # of them are asked and answered in a conversation's prompt
+CONFIGS = {
+    f"attended_{count}": GuardConfig(first_tokens=4, repair_window=32, selected_tokens=count)
+    for count in (64, 32)
+}
+METRIC = GuardConfig().metric
 LONG = 1100, 1600
 CLASSES = ("good", "wrong revision", "layer permuted", "out of domain", "beyond length")
 APART_LESS = 3  # times fewer cases of what is reported apart
 APART = ("revision in between", "conversation")
 
-# (class, case, the native target's quality)
-Traffic = Iterator[tuple[str, Case, float]]
+# (class, the case by every configuration, the native target's quality)
+Traffic = Iterator[tuple[str, dict[str, Case], float]]
 
 
 def bench_guard(cases: int = CASES) -> dict[str, Any]:
@@ -56,20 +63,25 @@ def bench_guard(cases: int = CASES) -> dict[str, Any]:
     source, target = (load_model(model_folder(name)) for name in ("tiny-s", "tiny-m"))
     bridge = KvBridge(slice_map(source, target), source=source, target=target)
     items = [recapped(item) for item in documents(target, SET_ITEMS, SET_SEED)]
-    guard = set_guard(bridge.kvmap, source, target, items, CONFIG)
-    met: dict[str, list[Met]] = {name: [] for name in CLASSES + APART}
-    for name, case, native in chain(told_usually(bridge, cases), told_otherwise(bridge, cases)):
-        verdict = guard.judge(case.signals)
-        met[name].append(Met(case, native, verdict.drift, verdict.applied))
-    counted = [one for name, each in met.items() if name not in APART for one in each]
-    total = figures(counted)
+    guards: dict[str, Guard] = {}
+    for name, config in CONFIGS.items():
+        guard = set_guard(bridge.kvmap, source, target, items, config)
+        guards |= {name: guard, f"{name}_without_recall": replace(guard, recalling=None)}
+    met: dict[str, dict[str, list[Met]]] = {
+        guard: {name: [] for name in CLASSES + APART} for guard in guards
+    }
+    for name, cases_of, native in chain(told_usually(bridge, cases), told_otherwise(bridge, cases)):
+        for by, guard in guards.items():
+            case = cases_of[by.removesuffix("_without_recall")]
+            verdict = guard.judge(case.signals)
+            met[by][name].append(Met(case, native, verdict.drift, verdict.applied))
+    found = {by: summary(met[by]) for by in guards}
+    first, *others = guards
     return {
-        "false_fallback_rate": total["false_fallback_rate"],
-        "missed_bad_rate": total["missed_bad_rate"],
-        "roc": roc(counted),
-        "classes": {name: figures(each) for name, each in met.items()},
+        **found[first],
+        "others": {by: found[by] for by in others},
         "apart": list(APART),
-        "guard": guard.to_json(),
+        "guards": {name: guards[name].to_json() for name in CONFIGS},
     }
 
 
@@ -83,6 +95,18 @@ class Met:
     applied: bool
 
 
+def summary(met: dict[str, list[Met]]) -> dict[str, Any]:
+    """What one guard made of all classes, and of each."""
+    counted = [one for name, each in met.items() if name not in APART for one in each]
+    total = figures(counted)
+    return {
+        "false_fallback_rate": total["false_fallback_rate"],
+        "missed_bad_rate": total["missed_bad_rate"],
+        "roc": roc(counted),
+        "classes": {"all": total, **{name: figures(each) for name, each in met.items()}},
+    }
+
+
 def figures(met: list[Met]) -> dict[str, Any]:
     """Rates, and the mean accuracy of everyone concerned; ``guarded`` is mapped where the guard
     let it stand and native where it did not.
@@ -91,6 +115,9 @@ def figures(met: list[Met]) -> dict[str, Any]:
     guarded = [one.case.mapped if one.applied else one.native for one in met]
     return {
         **rates(fell_back, bad),
+        "missed_by": sorted(
+            one.case.source - one.case.mapped for one in met if one.case.bad and one.applied
+        ),
         "accuracy": {
             "source": float(np.mean([one.case.source for one in met])),
             "mapped": float(np.mean([one.case.mapped for one in met])),
@@ -121,18 +148,18 @@ def told_usually(bridge: KvBridge, cases: int) -> Traffic:
     target = bridge.target
     for n, item in enumerate(map(recapped, documents(target, cases, SEED))):
         reading = read_item(bridge.source, target, item, (), rollout_steps=1)
-        native = quality(reading.target, reading, CONFIG.metric)
-        alone = quality(reading.source, reading, CONFIG.metric)
-        yield "good", run_case(bridge, reading, alone, CONFIG), native
-        yield "layer permuted", run_case(permuted(bridge, n), reading, alone, CONFIG), native
+        native = quality(reading.target, reading, METRIC)
+        alone = quality(reading.source, reading, METRIC)
+        yield "good", run_cases(bridge, reading, alone), native
+        yield "layer permuted", run_cases(permuted(bridge, n), reading, alone), native
         revisions = {"wrong revision": ((0.01, 0.03), (0.25, 0.5))[n % 2]}
         if n < cases // APART_LESS:
             revisions["revision in between"] = (0.03, 0.25)
         for name, noise in revisions.items():
             other = revised(bridge, n, *noise)
             seen = replace(reading, source=read_context(other.source, item.context))
-            alone = quality(seen.source, seen, CONFIG.metric)
-            yield name, run_case(other, seen, alone, CONFIG), native
+            alone = quality(seen.source, seen, METRIC)
+            yield name, run_cases(other, seen, alone), native
 
 
 def told_otherwise(bridge: KvBridge, cases: int) -> Traffic:
@@ -147,9 +174,14 @@ def told_otherwise(bridge: KvBridge, cases: int) -> Traffic:
         for item in items:
             reading = read_item(bridge.source, target, item, (), rollout_steps=1)
             alone, native = (
-                quality(ready, reading, CONFIG.metric) for ready in (reading.source, reading.target)
+                quality(ready, reading, METRIC) for ready in (reading.source, reading.target)
             )
-            yield name, run_case(bridge, reading, alone, CONFIG), native
+            yield name, run_cases(bridge, reading, alone), native
+
+
+def run_cases(bridge: KvBridge, reading: Reading, alone: float) -> dict[str, Case]:
+    """run_case by every configuration."""
+    return {name: run_case(bridge, reading, alone, config) for name, config in CONFIGS.items()}
 
 
 def documents(
@@ -181,10 +213,9 @@ def asked(item: Item) -> Item:
 
 
 def conversed(item: Item) -> Item:
-    """Half of the questions were asked and answered in the prompt."""
-    half = len(item.questions) // 2
-    said = [question.stem + question.choices[question.label] for question in item.questions[:half]]
-    return Item(item.context + sum(said, ()), item.questions[half:])
+    """Some of the questions were asked and answered in the prompt."""
+    said = [question.stem + question.choices[question.label] for question in item.questions[:SAID]]
+    return Item(item.context + sum(said, ()), item.questions[SAID:])
 
 
 def revised(bridge: KvBridge, seed: int, least: float, most: float) -> KvBridge:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -17,17 +17,24 @@ class Guard:
     """``applied`` as long as ``bias + weights . features`` stays below ``limit``.
 
     Set for one pair and one map by evaluate.guard, and kept in the KvMap. ``measured`` (JSON) says
-    on what it was set, and what it got right and wrong there.
+    on what it was set, and what it got right and wrong there. ``recalling`` is the guard that
+    decides where the recall was measured too, which weighs it as the last signal (None: there is
+    no such guard, and nobody need measure it).
     """
 
     weights: tuple[float, ...]
     bias: float
     limit: float
     measured: dict[str, Any]
+    recalling: Guard | None = None
 
     def judge(self, signals: Signals) -> Verdict:
         """Raises MismatchError for signals of a target with other bands of layers."""
-        features = signals.to_features()
+        if self.recalling is not None and signals.recall is not None:
+            return self.recalling._weigh(signals.to_features(recall=True))
+        return self._weigh(signals.to_features())
+
+    def _weigh(self, features: np.ndarray) -> Verdict:
         if len(features) != len(self.weights):
             raise MismatchError(
                 f"The guard weighs {len(self.weights)} signals, the hand-over shows "
@@ -43,19 +50,24 @@ class Guard:
             "bias": self.bias,
             "limit": self.limit,
             "measured": self.measured,
+            **({} if self.recalling is None else {"recalling": self.recalling.to_json()}),
         }
 
     @staticmethod
     def from_json(entry: Any) -> Guard:
-        """Raises FormatError for JSON that is no guard."""
+        """Raises FormatError for JSON that is no guard, or says more than is known here."""
         try:
+            if strange := set(entry) - {field.name for field in fields(Guard)}:
+                raise ValueError(f"unknown: {', '.join(sorted(map(str, strange)))}")
+            recalling = entry.get("recalling")
             return Guard(
                 weights=tuple(float(weight) for weight in entry["weights"]),
                 bias=float(entry["bias"]),
                 limit=float(entry["limit"]),
                 measured=dict(entry["measured"]),
+                recalling=None if recalling is None else Guard.from_json(recalling),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise FormatError(
                 f"The guard in the map cannot be read ({error!r}); set it again with "
                 f"`trtllm-kvmap guard`."

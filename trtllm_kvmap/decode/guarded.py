@@ -49,7 +49,14 @@ def hand_over_guarded(
     made = bridge.hand_over(source_cache, token_ids, plan, target_cache, keep_logits=kept)
     if guard is None or not plan.mapped:
         return Guarded(made, "applied", None, None)
-    signals = measure_signals(bridge, source_cache, token_ids, made, source_losses)
+    signals = measure_signals(
+        bridge,
+        source_cache,
+        token_ids,
+        made,
+        source_losses,
+        recall=guard.recalling is not None,
+    )
     verdict = guard.judge(signals)
     if verdict.applied:
         return Guarded(made, "applied", signals, verdict.drift)
@@ -65,6 +72,7 @@ def hop_guard(guard: Guard) -> HopGuard:
     def judge(
         bridge: KvBridge, source_cache: HfCache, token_ids: Sequence[int], handoff: Handoff
     ) -> Verdict:
-        return guard.judge(measure_signals(bridge, source_cache, token_ids, handoff))
+        recall = guard.recalling is not None
+        return guard.judge(measure_signals(bridge, source_cache, token_ids, handoff, recall=recall))
 
     return judge

@@ -1,4 +1,4 @@
-"""What the repair pass shows of a map: losses of tokens that are known, and drift."""
+"""What a hand-over shows of its map: losses of tokens that are known, drift, and recall."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from trtllm_kvmap.decode.bridge import Handoff, KvBridge
 from trtllm_kvmap.decode.prefill import prefill, token_losses
+from trtllm_kvmap.decode.recall import ask_source, shortfall
 from trtllm_kvmap.errors import InputError, UnavailableError
 from trtllm_kvmap.inject.hf_cache import (
     HfCache,
@@ -41,16 +42,22 @@ class Signals:
     ``drift`` holds, for keys and then values, each band of layers from shallow to deep, the NRMSE
     of mapped entries against repaired ones. Repaired ones are not native: above layer 0 they attend
     to mapped entries.
+
+    ``recall`` is how much less of what the source knows the target recalls (recall.shortfall), from
+    0 to below 1; None where it was not measured.
     """
 
     loss_gap: float
     loss_excess: float
     drift: tuple[float, ...]
+    recall: float | None = None
 
-    def to_features(self) -> np.ndarray:
-        """float64 [2 + drifts]: what a guard weighs. Drifts are ratios, so their logarithm is."""
+    def to_features(self, recall: bool = False) -> np.ndarray:
+        """float64 [2 + drifts], or [3 + drifts] with ``recall`` as the last, which must have been
+        measured then: what a guard weighs. Drifts are ratios, so their logarithm is.
+        """
         drift = np.log(np.asarray(self.drift, dtype=np.float64) + 0.01)
-        return np.concatenate([[self.loss_gap, self.loss_excess], drift])
+        return np.array([self.loss_gap, self.loss_excess, *drift, *([self.recall] * recall)], float)
 
 
 def judged_tokens(plan: HandoffPlan) -> range:
@@ -65,6 +72,8 @@ def measure_signals(
     token_ids: Sequence[int] | torch.Tensor,
     hand: Handoff,
     source_losses: torch.Tensor | None = None,
+    *,
+    recall: bool = False,
 ) -> Signals:
     """The signals of ``hand``, which ``bridge`` has just made of ``source_cache`` for the prompt
     ``token_ids`` [num_tokens]. Nothing is changed.
@@ -72,6 +81,9 @@ def measure_signals(
     The source reads the judged tokens once more for their losses; the target does so too when
     ``hand`` did not keep their logits (hand_over's ``keep_logits``). A source in another process
     sends ``source_losses``, token_losses of what it reads there, and a cache of the whole prompt.
+
+    With ``recall``, both models are asked for words of the prompt as well, where the source runs
+    here (recall.ask_source); from another process there is none.
 
     Raises InputError for a batch, a plan with fewer than two repaired tokens, or other losses and
     caches than these; UnavailableError for a source in another process that sent none.
@@ -84,11 +96,13 @@ def measure_signals(
             f"shape {list(ids.shape)} and {len(hand.plan.repaired)} repaired; hand rows over one "
             f"by one, with a repair_window of 8 or more."
         )
-    window = judged_tokens(hand.plan)
+    window, known = judged_tokens(hand.plan), None
     if source_losses is None and isinstance(source, LoadedModel):
         begin = min(num_entries(source_cache), window.start)
         read = prefill(source, ids[begin:], fork(source_cache, begin), logits_to_keep=len(window))
         source_cache, source_losses = read.cache, token_losses(read.logits, ids[window.start :])
+        if recall:
+            known = ask_source(source, source_cache, ids, hand.plan, source_losses)
     if source_losses is None:
         raise UnavailableError(
             f"The losses of {source.name} are not to be had here, because it runs in another "
@@ -100,8 +114,8 @@ def measure_signals(
             f"{num_entries(source_cache)} tokens; a guard needs {len(window) - 1} and {len(ids)}. "
             f"Let it read the whole prompt."
         )
-    gaps = token_losses(_target_logits(target, ids, hand, window), ids[window.start :])
-    gaps -= source_losses
+    losses = token_losses(_target_logits(target, ids, hand, window), ids[window.start :])
+    gaps = losses - source_losses
     mapped = make_cache(
         target.spec, len(window), dtype=target.model.dtype, device=target.model.device
     )
@@ -122,6 +136,7 @@ def measure_signals(
         loss_gap=float(gaps.mean()),
         loss_excess=float(gaps.clamp_min(0).mean()),
         drift=drift(view_pool(mapped), repaired, columns, target.spec.rope, span.target_length),
+        recall=shortfall(target, hand.cache, ids, known, losses) if known is not None else None,
     )
 
 

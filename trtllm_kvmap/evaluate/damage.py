@@ -11,7 +11,7 @@ import torch
 from trtllm_kvmap.artifact.group import HeadGroup
 from trtllm_kvmap.artifact.kvmap import KvMap
 
-NOISES = (0.1, 0.2, 0.4, 0.8)  # of the standard deviation of each matrix
+NOISES = (0.025, 0.05, 0.1, 0.2, 0.4)  # of the standard deviation of each matrix
 
 
 def damaged_maps(kvmap: KvMap, seed: int) -> Iterator[KvMap]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -25,6 +25,7 @@ from trtllm_kvmap.spec.plan import plan_handoff
 
 RIDGE = 1e-2  # of the weighing, on standardised signals
 STEPS = 50
+EDGE = 1e-9  # a case at the limit itself is taken back, however its score is rounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,9 @@ class GuardConfig:
     missed: float = field(
         default=0.01, metadata={"help": "the share of bad hand-overs that may be let through"}
     )
+    taken_back: float = field(
+        default=0.1, metadata={"help": "the share of other hand-overs that may be taken back"}
+    )
     damage_seed: int = field(default=0, metadata={"help": "draws the damaged maps"})
 
     def __post_init__(self) -> None:
@@ -58,8 +62,11 @@ class GuardConfig:
                 f"selected_tokens of at least 0; got {self.repair_window}, {self.first_tokens} and "
                 f"{self.selected_tokens}."
             )
-        if not 0 <= self.missed < 1:
-            raise InputError(f"missed must be a share from 0 to below 1, got {self.missed}.")
+        for name in ("missed", "taken_back"):
+            if not 0 <= getattr(self, name) < 1:
+                raise InputError(
+                    f"{name} must be a share from 0 to below 1, got {getattr(self, name)}."
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +104,14 @@ def set_guard(
     require_unseen(items, kvmap.fitted.get("selected_on", []))
     readings = [read_item(source, target, item, (), rollout_steps=1) for item in items]
     alone = [quality(reading.source, reading, config.metric) for reading in readings]
-    cases: list[list[Case]] = []
+    cases: list[Case] = []
     for done, each in enumerate(chain([kvmap], damaged_maps(kvmap, config.damage_seed)), start=1):
         bridge = KvBridge(each, source=source, target=target)
-        each_case = (run_case(bridge, *one, config) for one in zip(readings, alone, strict=True))
-        cases.append(list(each_case))
+        cases += [run_case(bridge, *one, config) for one in zip(readings, alone, strict=True)]
         if on_map is not None:
             on_map(done)
     digests = [item.digest for item in items]
-    return fit_guard(cases[0], list(chain.from_iterable(cases[1:])), config, digests)
+    return fit_guard(cases, config, digests)
 
 
 def run_case(bridge: KvBridge, reading: Reading, alone: float, config: GuardConfig) -> Case:
@@ -122,7 +128,7 @@ def run_case(bridge: KvBridge, reading: Reading, alone: float, config: GuardConf
     handed = bridge.hand_over(cache, ids, plan, keep_logits=WINDOW)
     ready = Ready(bridge.target, handed.cache, handed.logits, len(ids), plan.mapped)
     return Case(
-        signals=measure_signals(bridge, cache, ids, handed),
+        signals=measure_signals(bridge, cache, ids, handed, recall=True),
         mapped=quality(ready, reading, config.metric),
         source=alone,
     )
@@ -134,30 +140,39 @@ def quality(ready: Ready, reading: Reading, metric: str) -> float:
     return score.correct / score.questions if metric == "accuracy" else -score.nll / score.tokens
 
 
-def fit_guard(
-    intact: Sequence[Case], damaged: Sequence[Case], config: GuardConfig, digests: Sequence[str]
-) -> Guard:
-    """Weights by logistic regression, both classes weighing the same. At most ``config.missed`` of
-    the bad cases lie below the limit. It stands halfway between these and 95 % of what the intact
-    map did well, where there is room: traffic that is unlike all of this is then taken back sooner.
-    """
-    cases = [*intact, *damaged]
-    signals = np.array([case.signals.to_features() for case in cases])
+def fit_guard(cases: Sequence[Case], config: GuardConfig, digests: Sequence[str]) -> Guard:
+    """A guard for hosts that measure no recall, and within it the one for those that do."""
     bad = np.array([case.bad for case in cases])
     if not bad.any() or bad.all():
         raise InputError(
             f"{int(bad.sum())} of {len(bad)} hand-overs were worse than the source, and a guard "
             f"needs both kinds. Give more items, or items that the two models answer differently."
         )
+    plain, recalling = (
+        _fit(np.array([case.signals.to_features(recall) for case in cases]), bad, config, digests)
+        for recall in (False, True)
+    )
+    return replace(plain, recalling=recalling)
+
+
+def _fit(
+    signals: np.ndarray, bad: np.ndarray, config: GuardConfig, digests: Sequence[str]
+) -> Guard:
+    """Weights by logistic regression, both classes weighing the same. At most ``config.missed`` of
+    the bad cases lie below the limit, and it is set as low as ``config.taken_back`` of the others
+    allows, most of which are damaged maps: what is unlike all of these is then taken back sooner.
+    Scores are counted from the limit.
+    """
     weights, bias = _logistic(signals, bad)
     scores = signals @ weights + bias
-    limit = float(np.quantile(scores[bad], config.missed, method="lower"))
-    fine = scores[: len(intact)][~bad[: len(intact)]]
-    limit = min(limit, (limit + float(np.quantile(fine, 0.95))) / 2) if len(fine) else limit
+    limit = min(
+        float(np.quantile(scores[bad], config.missed, method="lower")),
+        float(np.quantile(scores[~bad], 1 - config.taken_back)),
+    )
     return Guard(
         weights=tuple(weights.tolist()),
-        bias=bias,
-        limit=limit,
+        bias=bias - limit + EDGE,
+        limit=0.0,
         measured={
             "metric": config.metric,
             "S": config.first_tokens,
