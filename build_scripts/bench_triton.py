@@ -8,6 +8,8 @@ times: medians over rounds. The map's weights are random, which costs the same a
 - *pipeline to target alone*, per prompt length: the source reads, its KV moves and is mapped, the
   target answers, against the same server's target reading the prompt itself. *warm*: the source
   had read all but the last turn of the conversation before. *cold*: it had read nothing.
+- *routed*: one new prompt of each of several lengths, each going whichever way the speeds that were
+  measured just before call sooner, against mapping all of them and mapping none.
 """
 
 from __future__ import annotations
@@ -27,9 +29,11 @@ import torch
 from bench_handoff import map_between
 from triton_server import TritonServer, version
 
+from trtllm_kvmap.decode.bridge import KvBridge
+from trtllm_kvmap.evaluate.measure_speeds import measure_speeds
 from trtllm_kvmap.models import LoadedModel, load_model
 from trtllm_kvmap.serve.repository import write_repository
-from trtllm_kvmap.serve.settings import ServeConfig
+from trtllm_kvmap.serve.settings import SPEEDS, ServeConfig
 from trtllm_kvmap.serve.source import SourceReader
 from trtllm_kvmap.serve.target import Job, TargetAnswerer
 from trtllm_kvmap.spec.plan import plan_handoff
@@ -39,6 +43,15 @@ from trtllm_kvmap.tiny.documents import VOCABULARY
 LENGTHS, TURN_TOKENS = (1024, 4000), 64
 REQUEST_LENGTH, ROUNDS, REQUESTS, CONCURRENT, NEW_TOKENS = 512, 5, 16, 8, 8
 CONFIG = ServeConfig()
+ROUTED_LENGTHS = (48, 96, 192, 384, 768, 1536)
+FIGURE = {"value": 0.9, "low": 0.8, "high": 1.0}
+# Routing asks what a map's report vouches for; this map is random, and its report of no run.
+EVIDENCE = {
+    "config": {"metric": "nll", "N": CONFIG.repair_window, "context_tokens": {"longest": 4096}},
+    "arms": {"source": {"nll": FIGURE}, "target": {"nll": {**FIGURE, "value": 0.5}}},
+    "gap_recovered": FIGURE,
+    "perplexity_ratio": FIGURE,
+}
 NOT_SERVED = {"x-vsr-kv-mapper-id": "none"}  # the target reads the prompt itself
 
 
@@ -48,9 +61,19 @@ def bench_triton() -> dict[str, object]:
     source, target = load_model(model_folder("tiny-s")), load_model(model_folder("tiny-m"))
     with tempfile.TemporaryDirectory() as folder:
         kvmap = Path(folder) / "s-to-m.kvmap.safetensors"
-        map_between(source, target).with_evidence({"held_out": "none: a benchmark's"}).save(kvmap)
+        mapped = map_between(source, target).with_evidence(EVIDENCE)
+        mapped.save(kvmap)
         paths = str(model_folder("tiny-s")), str(model_folder("tiny-m"))
         write_repository(Path(folder) / "repository", kvmap, *paths, CONFIG)
+        # kvmap_whole routes and kvmap_pipeline does not: both ways stand side by side.
+        speeds = measure_speeds(
+            KvBridge(mapped, source=source, target=target),
+            source,
+            ROUTED_LENGTHS,
+            first_tokens=CONFIG.first_tokens,
+            repair_window=CONFIG.repair_window,
+        )
+        speeds.save(Path(folder) / "repository" / "kvmap_whole" / SPEEDS)
         with TritonServer(Path(folder) / "repository", Path(folder) / "work") as server:
             return {
                 "server": version(),
@@ -58,6 +81,7 @@ def bench_triton() -> dict[str, object]:
                     server, source, target, kvmap
                 ),
                 "pipeline_to_target_alone": {str(n): to_target_alone(server, n) for n in LENGTHS},
+                "routed": routed(server),
                 "rounds": ROUNDS,
                 "requests": {
                     "tokens": REQUEST_LENGTH,
@@ -119,6 +143,35 @@ def to_target_alone(server: TritonServer, length: int) -> dict[str, float]:
     return {
         "cold": round(statistics.median(c / a for a, c, _ in rounds), 3),
         "warm": round(statistics.median(w / a for a, _, w in rounds), 3),
+    }
+
+
+def routed(server: TritonServer) -> dict[str, object]:
+    """Time of a mix of prompts that are routed over that of mapping each, and over mapping none;
+    and the lengths that were mapped.
+    """
+    seeds = iter(range(1_000, 1_000_000))
+    chosen: list[str] = []
+
+    def mix(ask: Callable[..., dict[str, object]], **hints: str) -> float:
+        bodies = [{"prompt": prompt_of(n, next(seeds)), "max_tokens": 1} for n in ROUTED_LENGTHS]
+        began = time.perf_counter()
+        chosen[:] = [str(ask(body, **hints)["kv_status"]) for body in bodies]
+        return time.perf_counter() - began
+
+    def routing() -> tuple[float, list[int]]:
+        taken = mix(server.infer)
+        pairs = zip(ROUTED_LENGTHS, chosen, strict=True)
+        return taken, [n for n, status in pairs if status == "applied"]
+
+    rounds = [
+        (routing(), mix(server.ask), mix(server.ask, **NOT_SERVED)) for _ in range(ROUNDS + 1)
+    ][1:]
+    return {
+        "to_mapping_all": round(statistics.median(r[0] / a for r, a, _ in rounds), 3),
+        "to_mapping_none": round(statistics.median(r[0] / n for r, _, n in rounds), 3),
+        "lengths": ROUTED_LENGTHS,
+        "mapped": rounds[-1][0][1],
     }
 
 
