@@ -9,7 +9,7 @@
                                                       traffic
     python build_scripts/bench.py fits --json F       gap recovered by every way of fitting
     python build_scripts/bench.py triton --json F     through Triton against in process; pipeline
-                                                      against target alone
+                                                      against target alone; routed requests
     python build_scripts/bench.py speculate --json F  drafts after a hand-over, against none
     python build_scripts/bench.py switch --json F     a switch from hot standby and otherwise
     python build_scripts/bench.py upgrade --json F    answering at once, reading for real later
