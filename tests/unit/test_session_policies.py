@@ -221,6 +221,81 @@ def test_an_answered_reply_is_not_taken_back(random_model: Callable) -> None:
     assert session.token_ids == said
 
 
+# --- Drafts --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("standby", [False, True])
+def test_a_draft_changes_no_word_and_has_read_them_too(
+    random_model: Callable, standby: bool
+) -> None:
+    """The model left behind proposes; afterwards both hold all but the last word, each as it reads
+    it, and nothing is left to map when the conversation turns back.
+    """
+
+    def talk(draft: str | None) -> Session:
+        session = conversation(random_model)
+        session.add(random_tokens(70))
+        session.generate(4)
+        session.switch("b", repair_window=8)
+        session.add(random_tokens(5, seed=2))  # which the model left behind has not read
+        if standby:
+            session.mirror("a", tokens_per_block=8)
+        session.generate(30, draft=draft)
+        session.generate(9, draft=draft)
+        return session
+
+    plain, drafted = talk(None), talk("a")
+    assert drafted.token_ids == plain.token_ids
+    assert len(drafted.reply) == 39
+    verifier, helper = drafted.held["b"], drafted.held["a"]
+    assert (verifier.entries, helper.entries) == (117, 117)
+    assert (verifier.exact, verifier.mapped) == (plain.held["b"].exact, plain.held["b"].mapped)
+    torch.testing.assert_close(
+        stacked(verifier.cache), stacked(plain.held["b"].cache), rtol=0, atol=2e-5
+    )
+    assert (helper.exact, helper.mapped) == (117, ())
+    own = native(drafted.models["a"], drafted.token_ids, [117])
+    torch.testing.assert_close(stacked(helper.cache), stacked(own), rtol=0, atol=2e-5)
+    for session in (plain, drafted):
+        session.switch("a")
+    assert [session.hops[-1].mapped for session in (plain, drafted)] == [118 - 73 - 32, 0]
+    assert drafted.generate(5) == generate(
+        drafted.models["a"],
+        own,
+        prefill(drafted.models["a"], drafted.token_ids[117:118], own).logits[-1],
+        5,
+    )
+
+
+def test_a_drafted_reply_ends_where_a_plain_one_does(random_model: Callable) -> None:
+    def talk(draft: str | None, **options: object) -> list[int]:
+        session = conversation(random_model, copy_map)
+        session.add(random_tokens(50))
+        session.read()
+        session.switch("b")
+        return session.generate(30, draft=draft, **options)
+
+    reply = talk("a")
+    assert reply == talk(None)
+    end = reply[20]
+    assert talk("a", eos_token_ids=[end]) == reply[: reply.index(end) + 1]
+
+
+def test_a_draft_that_cannot_be_is_refused(random_model: Callable) -> None:
+    session = conversation(random_model)
+    session.add(random_tokens(50))
+    for name, sentence in (("b", "b is the active model"), ("c", "no model 'c'")):
+        session.active = "b"
+        with pytest.raises(InputError, match=sentence):
+            session.generate(5, draft=name)
+    short = random_model(seed=5, max_positions=60)
+    session = Session({"a": session.models["a"], "short": short}, [])
+    session.add(random_tokens(50))
+    with pytest.raises(InputError, match="60"):
+        session.generate(20, draft="short")
+    assert (session.held, len(session.token_ids)) == ({}, 50)
+
+
 # --- Budget and guard ----------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ from trtllm_kvmap.decode.hop import Hop, HopGuard
 from trtllm_kvmap.decode.mirror import Mirror
 from trtllm_kvmap.decode.prefill import prefill
 from trtllm_kvmap.decode.prompt import require_room
+from trtllm_kvmap.decode.speculate import speculate
 from trtllm_kvmap.decode.switch import carry_over, read_over
 from trtllm_kvmap.decode.upgrade import Upgrade, first_disagreement, upgrade_chunk
 from trtllm_kvmap.errors import InputError, KvMapError
@@ -73,14 +74,28 @@ class Session:
     def read(self) -> None:
         """Let the active model read what it has not, ahead of a reply or a switch."""
         self._require_tokens()
-        self._read()
+        self._read(self.active)
 
-    def generate(self, max_new_tokens: int, *, eos_token_ids: Collection[int] = ()) -> list[int]:
-        """The active model's greedy reply, token ids, appended to the conversation."""
+    def generate(
+        self,
+        max_new_tokens: int,
+        *,
+        eos_token_ids: Collection[int] = (),
+        draft: str | None = None,
+    ) -> list[int]:
+        """The active model's greedy reply, token ids, appended to the conversation.
+
+        With ``draft``, the model of that name proposes blocks of it (decode.speculate) and has read
+        the reply too when it is done: after a switch, the model left behind, which has the prompt.
+        The reply is the same, near ties apart. Raises InputError for a draft that is not another
+        model of the conversation, or has no room.
+        """
         self._require_tokens()
         loaded, begin = self.models[self.active], len(self.token_ids)
         require_room(loaded, begin + max_new_tokens)
-        held, logits = self._read()
+        if draft is not None:
+            return self._generate_drafted(draft, max_new_tokens, eos_token_ids)
+        held, logits = self._read(self.active)
         cache = fork(held.cache)  # so that an interruption leaves the conversation as it was
         said = list(self.token_ids)
         block = min((m.tokens_per_block for m in self._mirrors.values()), default=max_new_tokens)
@@ -92,10 +107,7 @@ class Session:
                 break
             logits = prefill(loaded, said[-1:], cache, logits_to_keep=1).logits[-1]
         self.held[self.active] = held.read_on(cache)
-        # Another call without anything added goes on with the same reply.
-        self.reply = range(self.reply.start if self.reply.stop == begin else begin, len(said))
-        self.token_ids = said
-        return said[begin:]
+        return self._say(said)
 
     def mirror(self, to: str, *, first_tokens: int = 1, tokens_per_block: int = 32) -> None:
         """Keep the model ``to`` in hot standby (decode.mirror): each block that the active model
@@ -191,20 +203,51 @@ class Session:
         self.reply = range(self.reply.start, position + 1)
         return Upgrade(0, withdrawn)
 
-    def _read(self) -> tuple[Held, torch.Tensor]:
-        """What the active model holds, and the logits after the last token, once it has read what
+    def _generate_drafted(
+        self, draft: str, max_new_tokens: int, eos_token_ids: Collection[int]
+    ) -> list[int]:
+        self._require_other(draft)
+        require_room(self.models[draft], len(self.token_ids) + max_new_tokens)
+        (held, logits), (helper, _) = self._read(self.active), self._read(draft)
+        self._mirrors.pop(draft, None)  # what it reads itself need not be mapped for it
+        done = speculate(
+            self.models[draft],
+            self.models[self.active],
+            helper.cache,
+            held.cache,
+            logits,
+            max_new_tokens,
+            eos_token_ids=eos_token_ids,
+        )
+        said = self.token_ids + done.rows[0]
+        self._follow(done.verifier_cache, said)
+        self.held[self.active] = held.read_on(done.verifier_cache)
+        self.held[draft] = helper.read_on(done.draft_cache)
+        return self._say(said)
+
+    def _say(self, said: list[int]) -> list[int]:
+        """The conversation is ``said`` now; what is new in it."""
+        begin = len(self.token_ids)
+        # Another call without anything added goes on with the same reply.
+        self.reply = range(self.reply.start if self.reply.stop == begin else begin, len(said))
+        self.token_ids = said
+        return said[begin:]
+
+    def _read(self, name: str) -> tuple[Held, torch.Tensor]:
+        """What the model ``name`` holds, and the logits after the last token, once it has read what
         it had not.
         """
-        held = self.held.get(self.active) or Held(empty_cache(), 0)
+        held = self.held.get(name) or Held(empty_cache(), 0)
         logits, begin = held.logits, held.entries
         if begin < len(self.token_ids) or logits is None:
             # Logits that are not known any more come with the last token, read once again.
             begin = min(begin, len(self.token_ids) - 1)
             cache, unread = fork(held.cache, begin), self.token_ids[begin:]
-            last = prefill(self.models[self.active], unread, cache, logits_to_keep=1)
+            last = prefill(self.models[name], unread, cache, logits_to_keep=1)
             logits = last.logits[-1]
-            held = self.held[self.active] = held.cut(begin).read_on(cache, logits)
-            self._follow(cache, self.token_ids)
+            held = self.held[name] = held.cut(begin).read_on(cache, logits)
+            if name == self.active:
+                self._follow(cache, self.token_ids)
         return held, logits
 
     def _follow(self, cache: HfCache, said: Sequence[int]) -> None:
@@ -218,14 +261,17 @@ class Session:
         first = not self.token_ids
         return self.models[self.active].tokenise(text, add_special_tokens=first)
 
-    def _bridge(self, to: str) -> KvBridge:
-        if to not in self.models:
+    def _require_other(self, name: str) -> None:
+        if name not in self.models:
             raise InputError(
-                f"There is no model {to!r} in this conversation; there are "
+                f"There is no model {name!r} in this conversation; there are "
                 f"{', '.join(self.models)}."
             )
-        if to == self.active:
-            raise InputError(f"{to} is the active model already; nothing is handed over.")
+        if name == self.active:
+            raise InputError(f"{name} is the active model already; name another one.")
+
+    def _bridge(self, to: str) -> KvBridge:
+        self._require_other(to)
         here, there = self.models[self.active], self.models[to]
         for bridge in self.bridges:
             if bridge.source is here and bridge.target is there:
