@@ -139,6 +139,7 @@ def test_a_report_of_losses_alone_has_a_page_and_a_table(report: Report) -> None
     page = parsed(html(report))
     assert any((value or "").startswith("Loss (nats per token") for _, value in page.attributes)
     assert "accuracy" not in printed(report).split("gate")[0]
+    assert not [c for c in section(report, "All arms").charts if "guessing" in c.caption]
 
 
 def printed(report: Report) -> str:
@@ -267,7 +268,13 @@ def test_what_is_no_diagnosis_is_refused(tmp_path: Path) -> None:
     path, content = tmp_path / "diagnosis.json", written_diagnosis().to_json()
     path.write_text(json.dumps(content))
     assert Diagnosis.load(path) == written_diagnosis()
-    for spoilt in ({**content, "tokens": [{}]}, {**content, "more": 1}, [], {"lengths": 3}):
+    for spoilt in (
+        {**content, "tokens": [{}]},
+        {**content, "more": 1},
+        [],
+        {"lengths": 3},
+        {**content, "config": []},
+    ):
         path.write_text(json.dumps(spoilt))
         with pytest.raises(FormatError, match="not a diagnosis"):
             Diagnosis.load(path)

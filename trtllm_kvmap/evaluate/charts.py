@@ -186,6 +186,11 @@ def break_even_curve(latency: dict[str, Any], alt: str) -> str:
         return svg_of(figure, alt)
 
 
+def shows_chance(report: Report) -> bool:
+    """Whether the charts of arms and of contexts have a line where guessing is."""
+    return report.config["metric"] == "accuracy" and report.chance is not None
+
+
 def _chance(report: Report, line: Any) -> None:
-    if report.config["metric"] == "accuracy" and report.chance is not None:
+    if shows_chance(report):
         line(report.chance, color=INK, linewidth=0.8, linestyle=":")

@@ -97,7 +97,7 @@ class Diagnosis:
         rows = {"interventions": Intervention, "tokens": TokenError, "lengths": LengthRow}
         try:
             made = {name: tuple(row(**each) for each in entry[name]) for name, row in rows.items()}
-            return Diagnosis(**{**entry, **made})
+            return Diagnosis(**{**entry, **made, "config": dict(**entry["config"])})
         except (LookupError, TypeError, AttributeError) as error:
             raise FormatError(
                 f"This is not a diagnosis ({error!r}). Write it again with `trtllm-kvmap diagnose`."

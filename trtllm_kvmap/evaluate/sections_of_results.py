@@ -65,7 +65,7 @@ def arms(report: Report) -> Section:
     caption = (
         f"{METRICS[metric]} of every arm with its 95 % interval, n = {config['num_items']} "
         f"contexts. Solid line: the native target; dashed: the source alone"
-        f"{'' if report.chance is None else '; dotted: guessing'}."
+        f"{'; dotted: guessing' if charts.shows_chance(report) else ''}."
     )
     return Section(
         "All arms",
@@ -141,7 +141,7 @@ def contexts(report: Report) -> Section:
         f"{METRICS[metric]} of single contexts (thin lines; n = {len(values[arm])}, of which "
         f"{charts.SLOPES} at most are drawn) and of all of them (thick, with 95 % intervals), from "
         f"the source alone over {arm} to the native target"
-        f"{'' if report.chance is None else '. Dotted: guessing'}."
+        f"{'. Dotted: guessing' if charts.shows_chance(report) else ''}."
     )
     return Section(
         "Context by context",
