@@ -51,7 +51,8 @@ OWN = (FitGrid(scope=("slice",), n=(4, 8), ridge=RIDGES),)
 BOTH = (FitGrid(scope=("slice",), n=(8, 12, 16), ridge=RIDGES, fields="both"),)
 MLP = RefineConfig("mlp", hidden=256, steps=300)
 RESIDUAL = RefineConfig("residual", steps=80, learning_rate=1e-3)
-CUTS, RANKS = ("plain", "data", "output"), (8, 12, 16, 24)
+CUTS, RANKS, WIDER_RANKS = ("plain", "data", "output"), (8, 12, 16, 24), (32, 48)
+WEIGHTINGS = "uniform", "sensitivity", "attention"
 
 
 @dataclass(frozen=True)
@@ -67,11 +68,13 @@ WAYS = {
     "plain ridge": Way("uniform", PLAIN),
     "own layer 0": Way("uniform", OWN),
     "keys and values": Way("uniform", BOTH),
-    "weighted": Way("sensitivity", PLAIN),
-    "weighted, keys and values": Way("sensitivity", BOTH),
+    "by sensitivity": Way("sensitivity", PLAIN),
+    "by sensitivity, keys and values": Way("sensitivity", BOTH),
+    "by attention": Way("attention", PLAIN),
+    "by attention, keys and values": Way("attention", BOTH),
     "plain ridge + residual": Way("uniform", PLAIN, RESIDUAL),
     "plain ridge + mlp": Way("uniform", PLAIN, MLP),
-    "weighted, keys and values + mlp": Way("sensitivity", BOTH, MLP),
+    "by sensitivity, keys and values + mlp": Way("sensitivity", BOTH, MLP),
 }
 BASELINE = "plain ridge"
 # Head-local ridge is the cheapest map, and fails on the first pair: less than the source alone.
@@ -90,10 +93,7 @@ def bench_fits() -> dict[str, Any]:
 def _pair(source_name: str, target_name: str) -> dict[str, Any]:
     source, target = (load_model(model_folder(name)) for name in (source_name, target_name))
     texts = tiny_items(target, CALIBRATION_ITEMS, CALIBRATION_SEED)
-    moments = {
-        weighting: _moments(source, target, texts, weighting)
-        for weighting in ("uniform", "sensitivity")
-    }
+    moments = {weighting: _moments(source, target, texts, weighting) for weighting in WEIGHTINGS}
     bench = Bench(source, target, moments, texts)
     rows: dict[str, dict[str, Any]] = {}
     for name, way in WAYS.items():
@@ -222,16 +222,25 @@ class Bench:
         return figure(self._gap(judged) - self._gap(baseline)).to_json()
 
     def ranks(self) -> list[dict[str, Any]]:
-        """Low rank by what is cut, for all heads of a layer together and for each head apart."""
+        """Low rank by what is cut, for all heads of a layer together and for each head apart;
+        ``gain`` and ``nll_gain`` (nats saved) are paired with cutting plainly.
+        """
+        wider = WIDER_RANKS if self.target.spec.head_dim > max(WIDER_RANKS) else ()
         rows = []
         for scope in ({"scope": "pooled", "k": 3}, {"scope": "slice", "n": 12}):
-            for cut in CUTS:
-                for rank in RANKS:
+            for rank in (*RANKS, *wider):
+                judged = {}
+                for cut in CUTS:
                     config = FitConfig(ridge=1e-6, fields="both", rank=rank, cut=cut, **scope)
-                    judged = self.judged(fit(self.moments["sensitivity"], config), "report")
-                    nll, gap_recovered = judged.nll[0], self._gap(judged)[0]
-                    row = {"cut": cut, "rank": rank, "nll": float(nll)}
-                    rows.append({**scope, **row, "gap_recovered": float(gap_recovered)})
+                    judged[cut] = self.judged(fit(self.moments["attention"], config), "report")
+                    saved = judged["plain"].nll - judged[cut].nll
+                    rows.append(
+                        {
+                            **{**scope, "cut": cut, "rank": rank, **self.figures(judged[cut])},
+                            "gain": self.gain(judged[cut], judged["plain"]),
+                            "nll_gain": figure(saved).to_json(),
+                        }
+                    )
         return rows
 
     def storage(self) -> list[dict[str, Any]]:
