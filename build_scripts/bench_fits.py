@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 from fit_own_layers import own_layers_curve
+from fit_shared import shared_correction_curve
 from fit_time import qwen3_fit_time
 
 from trtllm_kvmap.artifact.kvmap import KvMap
@@ -116,6 +117,9 @@ def _pair(source_name: str, target_name: str) -> dict[str, Any]:
     if source.spec.num_kv_heads == target.spec.num_kv_heads:
         result["failing"] = bench.failing()
         result["own_layers"] = bench.own_layers()
+        result["shared_correction"] = shared_correction_curve(
+            moments["attention"], lambda kvmap: bench.figures(bench.judged(kvmap, "report"))
+        )
     return result
 
 
