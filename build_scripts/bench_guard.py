@@ -4,7 +4,7 @@ The guard is set as `trtllm-kvmap guard` sets it, on documents of its own and da
 map, and then meets traffic that it was not set on. A map is bad for a request when the target
 answers fewer of the questions about the document than the source alone. Every request is handed
 over twice, with 64 tokens computed that the source attends to and with 32, and judged by two
-guards, with the recall weighed and without. The classes:
+guards, without the recall and with it. The classes:
 
 good              documents as the models were trained on, 256 to 1,024 tokens
 wrong revision    the source's weights were changed since the fit: a touch (1 to 3 %) or a lot
@@ -15,6 +15,9 @@ beyond length     1,100 to 1,600 tokens; the map was calibrated on 200, the mode
 
 Two further classes are reported apart, because map and source answer about equally well there: a
 revision in between, and conversations.
+
+What a guard costs is the time of a hand-over that it lets stand over the target's own prefill of
+the same prompt, in turns of one run, beside a hand-over without one.
 """
 
 from __future__ import annotations
@@ -22,22 +25,29 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import chain
+from functools import partial
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
 import torch
+from bench_map import ratio
 from bench_repair import slice_map
 
 from trtllm_kvmap.artifact.group import HeadGroup
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.decode.guard import Guard
+from trtllm_kvmap.decode.guarded import hand_over_guarded
+from trtllm_kvmap.decode.prefill import prefill
+from trtllm_kvmap.decode.select_tokens import rank_by_attention
+from trtllm_kvmap.decode.signals import BANDS
 from trtllm_kvmap.evaluate.damage import with_order
 from trtllm_kvmap.evaluate.guard import Case, GuardConfig, quality, rates, run_case, set_guard
 from trtllm_kvmap.evaluate.items import Item
 from trtllm_kvmap.evaluate.reading import Reading, read_context, read_item
 from trtllm_kvmap.evaluate.tasks import TaskConfig, read_items
 from trtllm_kvmap.models import LoadedModel, load_model
+from trtllm_kvmap.spec.plan import plan_handoff
 from trtllm_kvmap.tiny import model_folder
 from trtllm_kvmap.tiny.documents import TOKEN_ID
 
@@ -45,11 +55,15 @@ CASES, SET_ITEMS, SET_SEED, SEED = 300, 40, 204, 205
 QUESTIONS = 128  # about each document: fewer, and chance decides what is called bad
 SAID = 16  # of them are asked and answered in a conversation's prompt
 CONFIGS = {
-    f"attended_{count}": GuardConfig(first_tokens=4, repair_window=32, selected_tokens=count)
+    f"attended_{count}": GuardConfig(
+        first_tokens=4, repair_window=32, selected_tokens=count, recall=True
+    )
     for count in (64, 32)
 }
+RECALL = "_with_recall"
 METRIC = GuardConfig().metric
 LONG = 1100, 1600
+LENGTHS, ROUNDS = (1024, 2048), 9
 CLASSES = ("good", "wrong revision", "layer permuted", "out of domain", "beyond length")
 APART_LESS = 3  # times fewer cases of what is reported apart
 APART = ("revision in between", "conversation")
@@ -66,13 +80,13 @@ def bench_guard(cases: int = CASES) -> dict[str, Any]:
     guards: dict[str, Guard] = {}
     for name, config in CONFIGS.items():
         guard = set_guard(bridge.kvmap, source, target, items, config)
-        guards |= {name: guard, f"{name}_without_recall": replace(guard, recalling=None)}
+        guards |= {name: replace(guard, recalling=None), f"{name}{RECALL}": guard}
     met: dict[str, dict[str, list[Met]]] = {
         guard: {name: [] for name in CLASSES + APART} for guard in guards
     }
     for name, cases_of, native in chain(told_usually(bridge, cases), told_otherwise(bridge, cases)):
         for by, guard in guards.items():
-            case = cases_of[by.removesuffix("_without_recall")]
+            case = cases_of[by.removesuffix(RECALL)]
             verdict = guard.judge(case.signals)
             met[by][name].append(Met(case, native, verdict.drift, verdict.applied))
     found = {by: summary(met[by]) for by in guards}
@@ -81,7 +95,35 @@ def bench_guard(cases: int = CASES) -> dict[str, Any]:
         **found[first],
         "others": {by: found[by] for by in others},
         "apart": list(APART),
-        "guards": {name: guards[name].to_json() for name in CONFIGS},
+        "guards": {name: guards[name + RECALL].to_json() for name in CONFIGS},
+        "time_to_prefill": {str(length): time_to_prefill(bridge, length) for length in LENGTHS},
+    }
+
+
+def time_to_prefill(bridge: KvBridge, length: int) -> dict[str, float]:
+    """Of a hand-over of ``length`` tokens by the first configuration, ranking not counted: without
+    a guard, with one that measures no recall, and with one that does.
+    """
+    config = next(iter(CONFIGS.values()))
+    drifts = 2 * min(BANDS, bridge.target.spec.num_layers)
+    recalling = Guard((0.0,) * (3 + drifts), 0.0, 1.0, {})
+    plain = Guard((0.0,) * (2 + drifts), 0.0, 1.0, {})
+    guards = {"unguarded": None, "plain": plain, "recall": replace(plain, recalling=recalling)}
+    told = chain.from_iterable(item.context for item in documents(bridge.target, 12, SEED))
+    ids = list(islice(told, length))
+    cache = read_context(bridge.source, ids).cache
+    plan = plan_handoff(
+        length, first_tokens=config.first_tokens, repair_window=config.repair_window
+    )
+    ranked = rank_by_attention(bridge.source, cache, ids, plan)
+    plan = plan.with_selected(ranked, plan.num_computed + config.selected_tokens)
+    return {
+        name: ratio(
+            partial(hand_over_guarded, bridge, guard, cache, ids, plan),
+            partial(prefill, bridge.target, ids, logits_to_keep=1),
+            ROUNDS,
+        )
+        for name, guard in guards.items()
     }
 
 

@@ -284,7 +284,7 @@ def cases_of(bad: list[float], good: list[float]) -> list[Case]:
 def test_a_guard_learns_which_signal_tells() -> None:
     rng = np.random.default_rng(1)
     bad, good = (rng.normal(mean, 0.3, 400).tolist() for mean in (2.0, 0.0))
-    plain = fit_guard(cases_of(bad, good), GuardConfig(), [])
+    plain = fit_guard(cases_of(bad, good), GuardConfig(recall=True), [])
     guard = plain.recalling
     assert (len(plain.weights), len(guard.weights)) == (3, 4)
     for each in (plain, guard):
@@ -314,7 +314,7 @@ def test_where_both_are_far_apart_the_limit_is_as_low_as_is_allowed() -> None:
     rng = np.random.default_rng(1)
     cases = cases_of(rng.normal(9.0, 0.3, 50).tolist(), rng.normal(0.0, 0.3, 200).tolist())
     for share in (0.0, 0.1, 0.25):
-        guard = fit_guard(cases, GuardConfig(taken_back=share), [])
+        guard = fit_guard(cases, GuardConfig(taken_back=share, recall=True), [])
         for each, recall in ((guard, None), (guard.recalling, 0.5)):
             shown = [replace(c.signals, recall=recall and c.signals.recall) for c in cases]
             fell_back = np.array([not guard.judge(signals).applied for signals in shown])
@@ -358,13 +358,14 @@ def _whole(item: Item) -> list[int]:
     return [*item.context, *item.continuation]
 
 
-def test_a_guard_is_set_on_damaged_copies(random_model: Callable) -> None:
+@pytest.mark.parametrize("recall", [False, True])
+def test_a_guard_is_set_on_damaged_copies(recall: bool, random_model: Callable) -> None:
     source, target = random_model(seed=1), random_model()
     kvmap = random_map(source, target)
     seen: list[int] = []
-    guard = set_guard(
-        kvmap, source, target, ITEMS, GuardConfig(metric="nll", repair_window=8), seen.append
-    )
+    config = GuardConfig(metric="nll", repair_window=8, recall=recall)
+    guard = set_guard(kvmap, source, target, ITEMS, config, seen.append)
+    assert (guard.recalling is not None) == recall, "nobody need measure what nothing weighs"
     assert guard.measured["cases"] == len(ITEMS) * len(seen)
     assert seen[-1] == 1 + len(list(damaged_maps(kvmap, 0)))
     assert guard.measured["set_on"] == [item.digest for item in ITEMS]

@@ -45,6 +45,10 @@ class GuardConfig:
     selected_tokens: int = field(
         default=0, metadata={"help": "tokens between that it computes too, as generate has it"}
     )
+    recall: bool = field(
+        default=False,
+        metadata={"help": "weigh what the target recalls too, which costs two more short passes"},
+    )
     missed: float = field(
         default=0.01, metadata={"help": "the share of bad hand-overs that may be let through"}
     )
@@ -128,7 +132,7 @@ def run_case(bridge: KvBridge, reading: Reading, alone: float, config: GuardConf
     handed = bridge.hand_over(cache, ids, plan, keep_logits=WINDOW)
     ready = Ready(bridge.target, handed.cache, handed.logits, len(ids), plan.mapped)
     return Case(
-        signals=measure_signals(bridge, cache, ids, handed, recall=True),
+        signals=measure_signals(bridge, cache, ids, handed, recall=config.recall),
         mapped=quality(ready, reading, config.metric),
         source=alone,
     )
@@ -141,18 +145,20 @@ def quality(ready: Ready, reading: Reading, metric: str) -> float:
 
 
 def fit_guard(cases: Sequence[Case], config: GuardConfig, digests: Sequence[str]) -> Guard:
-    """A guard for hosts that measure no recall, and within it the one for those that do."""
+    """The guard of ``cases``: with ``config.recall``, one for hosts that measure no recall, and
+    within it the one for those that do.
+    """
     bad = np.array([case.bad for case in cases])
     if not bad.any() or bad.all():
         raise InputError(
             f"{int(bad.sum())} of {len(bad)} hand-overs were worse than the source, and a guard "
             f"needs both kinds. Give more items, or items that the two models answer differently."
         )
-    plain, recalling = (
+    plain, *recalling = (
         _fit(np.array([case.signals.to_features(recall) for case in cases]), bad, config, digests)
-        for recall in (False, True)
+        for recall in ((False, True) if config.recall else (False,))
     )
-    return replace(plain, recalling=recalling)
+    return replace(plain, recalling=recalling[0]) if recalling else plain
 
 
 def _fit(
