@@ -22,7 +22,7 @@ from trtllm_kvmap.calibrate.capture import (
     read,
 )
 from trtllm_kvmap.calibrate.config import CalibrationConfig
-from trtllm_kvmap.calibrate.regard import regard, row_weights, turned_back
+from trtllm_kvmap.calibrate.regard import projections, regard, row_weights, turned_back
 from trtllm_kvmap.calibrate.run import calibrate
 from trtllm_kvmap.calibrate.sensitivity import gradients
 from trtllm_kvmap.decode.prefill import prefill
@@ -111,9 +111,10 @@ def test_errors_cost_what_the_formulas_say(
     pair: tuple[LoadedModel, LoadedModel], weighting: str
 ) -> None:
     loaded, document, after = pair[1], DOCUMENTS[0], [[5, 9, 2], [7]]
-    found = regard(loaded, read(loaded, torch.tensor(document)), after, weighting)
+    cache = read(loaded, torch.tensor(document))
+    found = regard(loaded, cache, after, weighting, projections(loaded))
     layers, heads, head_dim = loaded.spec.kv_shape
-    assert found.metric.keys.shape == (layers, heads, head_dim, head_dim)
+    assert found.metric["key"].shape == (layers, heads, head_dim, head_dim)
     error = torch.randn(head_dim, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     at = apply_rope(error.expand(14, -1), torch.arange(14), loaded.spec.rope)
     for layer in range(layers):
@@ -124,17 +125,17 @@ def test_errors_cost_what_the_formulas_say(
             scores = [a.queries[mine].double() @ at.T for a in given]
             key_cost = sum(s.square().sum((0, 1)) for s in scores).mean()
             value_cost = 4 * (weight[:, mine] @ error).square().sum()  # four tokens are read
-            for cost, metric in ((key_cost, found.metric.keys), (value_cost, found.metric.values)):
-                torch.testing.assert_close(
-                    error @ metric[layer, head] @ error, cost, rtol=1e-4, atol=0.0
-                )
+            for field, cost in (("key", key_cost), ("value", value_cost)):
+                metric = found.metric[field][layer, head]
+                torch.testing.assert_close(error @ metric @ error, cost, rtol=1e-4, atol=0.0)
 
 
 def test_rows_weigh_what_errors_move_in_the_output(
     pair: tuple[LoadedModel, LoadedModel],
 ) -> None:
     loaded, document, after = pair[1], DOCUMENTS[0], [[5, 9, 2], [7]]
-    rows = regard(loaded, read(loaded, torch.tensor(document)), after, "attention").rows
+    cache = read(loaded, torch.tensor(document))
+    rows = regard(loaded, cache, after, "attention", projections(loaded)).rows
     for layer in range(2):
         for head in range(2):
             keys, values = np.zeros(14), np.zeros(14)
@@ -148,8 +149,8 @@ def test_rows_weigh_what_errors_move_in_the_output(
                         apart = v - share @ v
                         keys += ((share[:, None] * apart) ** 2).sum(1)[:14]
                         values += share[:14] ** 2
-            np.testing.assert_allclose(rows.keys[layer, head], keys, rtol=1e-3, atol=1e-9)
-            np.testing.assert_allclose(rows.values[layer, head], values, rtol=1e-3, atol=1e-9)
+            np.testing.assert_allclose(rows["key"][layer, head], keys, rtol=1e-3, atol=1e-9)
+            np.testing.assert_allclose(rows["value"][layer, head], values, rtol=1e-3, atol=1e-9)
 
 
 def test_a_model_without_a_known_output_projection_is_refused() -> None:
@@ -196,8 +197,8 @@ def test_moments_are_weighted_sums(
         for document, after in zip(DOCUMENTS, AFTER, strict=True):
             ids = torch.tensor(document)
             kv = {"source": capture_kv(source, ids), "target": capture_kv(target, ids)}
-            noted = regard(target, read(target, ids), after, weighting)
-            rows, costs = (getattr(x, field + "s")[layer] for x in (noted.rows, noted.metric))
+            noted = regard(target, read(target, ids), after, weighting, projections(target))
+            rows, costs = (x[field][layer] for x in (noted.rows, noted.metric))
             if weighting == "sensitivity":
                 slopes = gradients(target, read(target, ids), after)
                 squares = sum(getattr(g, field + "s")[layer].square().sum(-1) for g in slopes)

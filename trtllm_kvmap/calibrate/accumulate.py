@@ -86,13 +86,9 @@ class PartSums:
         """Add what errors cost to the metric; returns the document's weights for add."""
         squares = torch.zeros(())
         for number, t in enumerate(self.plan.targets):
-            rows, metric = (
-                (each.keys if t.field == "key" else each.values)[t.layer, t.head].cpu()
-                for each in (regard.rows, regard.metric)
-            )
-            squares = squares + rows[skip_first:]
+            squares = squares + regard.rows[t.field][t.layer, t.head, skip_first:].cpu()
             if self.metric is not None:
-                self.metric[number].add_(metric)
+                self.metric[number].add_(regard.metric[t.field][t.layer, t.head])
         return row_weights(squares, ess_floor)
 
     def part(self) -> MomentPart:

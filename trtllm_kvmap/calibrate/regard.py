@@ -18,7 +18,6 @@ import torch
 
 from trtllm_kvmap.calibrate.capture import (
     Attention,
-    CapturedKv,
     HeldCache,
     attention_given,
     output_projection,
@@ -29,17 +28,18 @@ from trtllm_kvmap.calibrate.sensitivity import gradients
 from trtllm_kvmap.models import LoadedModel
 from trtllm_kvmap.rotary import applying_rows
 from trtllm_kvmap.spec.rope import RopeParams
+from trtllm_kvmap.spec.slices import FIELDS, Field
 
 
 @dataclass(frozen=True, slots=True)
 class Regard:
-    """``rows`` [num_layers, num_kv_heads, num_tokens], float32: how much depends on each key and
-    value. ``metric`` [num_layers, num_kv_heads, head_dim, head_dim], float64: e^T M e is what an
-    error e of one costs, summed over the queries that were read.
+    """Of each field, ``rows`` [num_layers, num_kv_heads, num_tokens], float32: how much depends on
+    each key or value; and ``metric`` [num_layers, num_kv_heads, head_dim, head_dim], float64:
+    e^T M e is what an error e of one costs, summed over the queries that were read.
     """
 
-    rows: CapturedKv
-    metric: CapturedKv
+    rows: dict[Field, torch.Tensor]
+    metric: dict[Field, torch.Tensor]
 
 
 def regard(
@@ -47,36 +47,54 @@ def regard(
     cache: HeldCache,
     continuations: Sequence[Sequence[int]],
     weighting: Weighting,
+    projected: torch.Tensor,
 ) -> Regard:
     """What reading each of ``continuations`` on top of ``cache`` tells, added up; ``cache`` holds a
-    document (capture.read) and is not changed. Equal input gives equal numbers.
+    document (capture.read) and is not changed. ``projected`` is what projections() gives. Equal
+    input gives equal numbers.
+    """
+    layers, heads, head_dim = loaded.spec.kv_shape
+    entries: Any = cache.layers
+    keys, values = [layer.keys for layer in entries], [layer.values for layer in entries]
+    held = keys[0].shape[2]
+    rows: dict[Field, torch.Tensor] = {f: torch.zeros(layers, heads, held) for f in FIELDS}
+    products = torch.zeros(layers, heads, head_dim, head_dim, dtype=torch.float64)
+    for continuation in continuations:  # one at a time: each holds a copy of the cache
+        with attention_given(loaded) as given:
+            if weighting == "sensitivity":
+                (slope,) = gradients(loaded, cache, [continuation])
+                moved = slope.keys.square().sum(-1), slope.values.square().sum(-1)
+            else:
+                with torch.no_grad():
+                    log_p_after(loaded, keys, values, continuation)
+                moved = _moved_outputs(given, held)
+        for field, squares in zip(FIELDS, moved, strict=True):
+            rows[field] += squares.cpu()
+        products += torch.stack([attention.products() for attention in given]).cpu()
+    positions, rope = torch.arange(held), loaded.spec.rope
+    turns = applying_rows(positions, rope, loaded.rope_length(held), torch.float64)
+    return Regard(
+        rows=rows,
+        metric={
+            "key": turned_back(products, *turns, rope),
+            "value": projected * sum(map(len, continuations)),
+        },
+    )
+
+
+def projections(loaded: LoadedModel) -> torch.Tensor:
+    """sum W^T W of the query heads that read each KV head, W their part of the output projection,
+    float64 [num_layers, num_kv_heads, head_dim, head_dim].
 
     Raises UnavailableError for a model whose output projection is not found.
     """
-    layers: Any = cache.layers
-    held = layers[0].keys.shape[2]
-    rows: CapturedKv | None = None
-    with attention_given(loaded) as given:
-        if weighting == "sensitivity":
-            slopes = gradients(loaded, cache, continuations)
-            rows = CapturedKv(
-                torch.stack([g.keys.square().sum(-1) for g in slopes]).sum(0),
-                torch.stack([g.values.square().sum(-1) for g in slopes]).sum(0),
-            )
-        else:
-            keys, values = [layer.keys for layer in layers], [layer.values for layer in layers]
-            with torch.no_grad():
-                for continuation in continuations:
-                    log_p_after(loaded, keys, values, continuation)
-    depth = len(layers)
-    by_layer = [given[layer::depth] for layer in range(depth)]
-    return Regard(
-        rows=rows or _attention_received(by_layer, held),
-        metric=CapturedKv(
-            torch.stack([_key_metric(loaded, each, held) for each in by_layer]),
-            torch.stack([_value_metric(loaded, n, each) for n, each in enumerate(by_layer)]),
-        ),
-    )
+    layers, heads, head_dim = loaded.spec.kv_shape
+    found = []
+    for layer in range(layers):
+        weight = output_projection(loaded, layer).double().cpu()
+        by_head = weight.view(len(weight), heads, -1, head_dim)
+        found.append(torch.einsum("ohgd,ohge->hde", by_head, by_head))
+    return torch.stack(found)
 
 
 def row_weights(squares: torch.Tensor, ess_floor: float) -> torch.Tensor:
@@ -94,32 +112,21 @@ def row_weights(squares: torch.Tensor, ess_floor: float) -> torch.Tensor:
     return mixed + (1 - mixed) * weights
 
 
-def _attention_received(by_layer: Sequence[Sequence[Attention]], held: int) -> CapturedKv:
-    """With a the share of a query's attention that an entry gets, v its value and o what the query
-    reads, an error of v moves o by a times it, and one of the entry's score by a (v - o) times it:
-    their squares, summed over queries.
+def _moved_outputs(given: Sequence[Attention], held: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of keys and of values, [num_layers, num_kv_heads, held]. With a the share of a query's
+    attention that an entry gets, v its value and o what the query reads, an error of v moves o by a
+    times it, and one of the entry's score by a (v - o) times it: their squares, summed over
+    queries.
     """
-    received = []
-    for each in by_layer:
-        total = torch.zeros(())
-        for attention in each:
-            a, v = attention.shares(), attention.values.float()
-            o = a @ v
-            apart = o.square().sum(-1, keepdim=True) - 2 * o @ v.mT + v.square().sum(-1)[:, None]
-            of_value = a.square()[..., :held]  # [num_kv_heads, queries, held]
-            of_key = of_value * apart[..., :held].clamp_min(0)
-            total = total + torch.stack([of_key.sum(1), of_value.sum(1)])
-        received.append(total)
-    keys, values = torch.stack(received, dim=1)
-    return CapturedKv(keys, values)
-
-
-def _key_metric(loaded: LoadedModel, each: Sequence[Attention], held: int) -> torch.Tensor:
-    products = torch.stack([a.products() for a in each]).sum(0).cpu()
-    rope, length = loaded.spec.rope, loaded.rope_length(held)
-    return turned_back(
-        products, *applying_rows(torch.arange(held), rope, length, torch.float64), rope
-    )
+    of_keys, of_values = [], []
+    for attention in given:
+        a, v = attention.shares(), attention.values.float()
+        o = a @ v
+        apart = o.square().sum(-1, keepdim=True) - 2 * o @ v.mT + v.square().sum(-1)[:, None]
+        squares = a.square()[..., :held]  # [num_kv_heads, queries, held]
+        of_keys.append((squares * apart[..., :held].clamp_min(0)).sum(1))
+        of_values.append(squares.sum(1))
+    return torch.stack(of_keys), torch.stack(of_values)
 
 
 def turned_back(
@@ -141,11 +148,3 @@ def turned_back(
     turned = c.T @ c * products + crossed + crossed.mT
     turned += s.T @ s * products[..., partner, :][..., partner]
     return turned / len(cos)
-
-
-def _value_metric(loaded: LoadedModel, layer: int, each: Sequence[Attention]) -> torch.Tensor:
-    weight = output_projection(loaded, layer).double().cpu()
-    _, heads, head_dim = loaded.spec.kv_shape
-    by_head = weight.view(len(weight), heads, -1, head_dim)
-    metric = torch.einsum("ohgd,ohge->hde", by_head, by_head)
-    return metric * sum(a.queries.shape[1] for a in each)

@@ -21,7 +21,7 @@ from trtllm_kvmap.calibrate.config import CalibrationConfig
 from trtllm_kvmap.calibrate.continuation import Asked, asked_after
 from trtllm_kvmap.calibrate.distributed import add_over_ranks, place
 from trtllm_kvmap.calibrate.parts import plan_parts
-from trtllm_kvmap.calibrate.regard import regard
+from trtllm_kvmap.calibrate.regard import projections, regard
 from trtllm_kvmap.calibrate.text import shared_prefix, text_digest
 from trtllm_kvmap.errors import InputError, MismatchError
 from trtllm_kvmap.models import LoadedModel, require_same_tokens
@@ -57,7 +57,8 @@ def calibrate(
     counts this rank's documents.
 
     Raises MismatchError for models with different tokenizers or a partial file of another run,
-    InputError for unusable documents, NumericsError when a model computes NaN or infinity.
+    InputError for unusable documents, NumericsError when a model computes NaN or infinity,
+    UnavailableError when rows are to be weighed and the target's output projection is not found.
     """
     require_same_tokens(source, target)
     _require_usable(source, target, documents, config)
@@ -76,13 +77,14 @@ def calibrate(
     run = {**record, "rank": rank, "ranks": ranks}
 
     weighted = config.weighting != "uniform"
+    projected = projections(target) if weighted else None
     done, sums = 0, [PartSums(plan, weighted=weighted) for plan in plans]
     if resume and partial.exists():
         saved = _load_partial(partial, source, target, run)
         done = saved.record["documents"]
         sums = [PartSums(p, saved=s) for p, s in zip(plans, saved.parts, strict=True)]
     for number in mine[done:]:
-        _add_document(sums, source, target, *asked[number], config)
+        _add_document(sums, source, target, *asked[number], config, projected)
         done += 1
         if done % config.checkpoint_every == 0 and done < len(mine):
             _moment_set(source, target, sums, {**run, "documents": done}).save(partial)
@@ -133,13 +135,16 @@ def _add_document(
     token_ids: Sequence[int],
     continuations: Sequence[Sequence[int]],
     config: CalibrationConfig,
+    projected: torch.Tensor | None,
 ) -> None:
     """A function of its own, so that nothing holds the activations when the next one is read."""
     ids = torch.tensor(token_ids)
     cache = read(target, ids)
     kv = captured(source, read(source, ids)), captured(target, cache)
     skip, weights = config.skip_first, None
-    noted = regard(target, cache, continuations, config.weighting) if continuations else None
+    noted = None
+    if projected is not None:
+        noted = regard(target, cache, continuations, config.weighting, projected)
     del cache  # one copy of the document is enough while it is added up
     for part in sums:
         if noted is not None:
