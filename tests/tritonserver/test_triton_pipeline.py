@@ -349,15 +349,15 @@ def test_measured_speeds_route_each_request(served: Served) -> None:
         source_decode=100.0,
         target_decode=25.0,
     )
-    file = served.server.repository / "kvmap_pipeline" / SPEEDS
+    file = served.server.repository / "kvmap_whole" / SPEEDS  # one process, to be soon ready
     speeds.save(file)
-    served.reload("kvmap_pipeline")
+    served.reload("kvmap_whole")
     before = counters(served)
     long = prompt_of(70)
     short = " ".join(long.split()[:40])
     body = {"max_tokens": NEW_TOKENS, "conversation": "routed"}
 
-    response = served.server.ask({**body, "prompt": short})
+    response = served.server.infer({**body, "prompt": short})
     assert (text_of(response), response["kv_status"]) == (
         native(served, short),
         "fallback_reprefill",
@@ -366,9 +366,9 @@ def test_measured_speeds_route_each_request(served: Served) -> None:
         "reading_is_faster: reading again is faster at 40 tokens: 0.04 s, 0.0512 s by mapping "
         "(break-even 58)"
     )
-    response = served.server.ask({**body, "prompt": long})
+    response = served.server.infer({**body, "prompt": long})
     assert (text_of(response), response["kv_status"]) == (mapped(served, long), "applied")
-    response = served.server.ask({**body, "prompt": short})
+    response = served.server.infer({**body, "prompt": short})
     assert response["kv_reason"] == (
         "reading_is_faster: reading again is faster at 40 tokens (40 held by the source): "
         "0.04 s, 0.0432 s by mapping (break-even 44)"
@@ -376,8 +376,7 @@ def test_measured_speeds_route_each_request(served: Served) -> None:
     counted = 'kvmap_fallbacks_total{reason="reading_is_faster"}'
     assert counters(served)[counted] - before.get(counted, 0) == 2
     file.unlink()
-    served.reload("kvmap_pipeline")
-    response = served.server.ask({**body, "prompt": short})
+    response = served.server.ask({**body, "prompt": short})  # of the pipeline, which routes nothing
     assert (text_of(response), response["kv_status"]) == (mapped(served, short), "applied")
 
 
@@ -407,17 +406,17 @@ def test_the_maps_guard_decides(served: Served) -> None:
     response = served.server.ask(body)
     assert text_of(response) == native(served, low[1])
     assert response["kv_reason"].startswith("not_judged: ")  # this pipeline knows of no guard
-    served.reload("kvmap_pipeline")
-    response = served.server.ask(body)
+    served.reload("kvmap_whole")
+    response = served.server.infer(body)
     assert (text_of(response), response["kv_status"]) == (mapped(served, low[1]), "applied")
-    response = served.server.ask({**body, "prompt": high[1]})
+    response = served.server.infer({**body, "prompt": high[1]})
     assert text_of(response) == native(served, high[1])
     assert (response["kv_status"], response["usage"]["mapped_tokens"]) == ("fallback_reprefill", 0)
     assert response["kv_reason"] == (
         f"guard: it scores this hand-over {high[0]:.3g}, and {limit:.3g} is its limit"
     )
     unguarded.save(served.kvmap)
-    served.reload("target", "kvmap_pipeline")
+    served.reload("target")
 
 
 def test_a_source_that_dies_or_leaves_or_is_another_costs_no_answer(served: Served) -> None:
