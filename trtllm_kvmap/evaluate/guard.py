@@ -47,7 +47,7 @@ class GuardConfig:
     )
     recall: bool = field(
         default=False,
-        metadata={"help": "weigh what the target recalls too, which costs two more short passes"},
+        metadata={"help": "weigh what the target recalls too; for long prompts (docs/policies.md)"},
     )
     missed: float = field(
         default=0.01, metadata={"help": "the share of bad hand-overs that may be let through"}
