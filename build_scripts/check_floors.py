@@ -39,10 +39,10 @@ FLOORS = {
     "serve": 8,
     "cli": 9,
 }
-# Units of one floor that may meet: models.py puts the fingerprint of artifact/ on what it loads.
+# Units of one floor that may meet: models/ puts the fingerprint of artifact/ on what it loads.
 ALLOWED = {("models", "artifact")}
 DOORS = {
-    "transformers": ("models.py", "calibrate/capture.py", "inject/hf_cache.py"),
+    "transformers": ("models/", "calibrate/capture.py", "inject/hf_cache.py"),
     "vllm": ("inject/vllm/",),
     "lm_eval": ("evaluate/lm_eval_adapter.py",),
     "tensorrt_llm": ("inject/trtllm/host.py", "engine/"),

@@ -30,7 +30,7 @@ def test_the_package_keeps_its_floors() -> None:
         ("fit/ridge.py", "from trtllm_kvmap.mapper import pool", "only floors below"),
         ("fit/ridge.py", "def f():\n    import trtllm_kvmap.evaluate.run", "only floors below"),
         ("fit/ridge.py", "from trtllm_kvmap import decode", "only floors below"),
-        ("mapper/cpu.py", "import transformers", "may be imported only in models.py"),
+        ("mapper/cpu.py", "import transformers", "may be imported only in models/"),
         ("mapper/cpu.py", "from tensorrt_llm.llmapi import LLM", "inject/trtllm/host.py"),
         ("mapper/cpu.py", "import tensorrt as trt", "may be imported only in engine/"),
         ("attic/thing.py", "x = 1", "has no floor"),
@@ -48,7 +48,7 @@ def test_a_broken_floor_is_named(tmp_path: Path, file: str, text: str, said: str
     [
         ("fit/ridge.py", "from trtllm_kvmap.artifact.moments import Moments"),
         ("fit/ridge.py", "from trtllm_kvmap.fit.config import FitConfig"),
-        ("models.py", "import transformers\nfrom trtllm_kvmap.artifact.fingerprint import x"),
+        ("models/load.py", "import transformers\nfrom trtllm_kvmap.artifact.fingerprint import x"),
         ("inject/hf_cache.py", "from transformers import DynamicCache"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What models.py reads off a configuration, and what tells two models apart."""
+"""What models/ reads off a configuration, and what tells two models apart."""
 
 from __future__ import annotations
 

@@ -14,9 +14,8 @@ import transformers
 from random_models import available_architectures, write_model
 from safetensors.torch import load_file, save_file
 
-from trtllm_kvmap import models
 from trtllm_kvmap.artifact import stored_weights
-from trtllm_kvmap.models import load_model, read_fingerprint
+from trtllm_kvmap.models import load_model, read_fingerprint, stored
 from trtllm_kvmap.tiny import model_folder as tiny_folder
 
 # Maps in use name their models by these numbers.
@@ -177,7 +176,7 @@ def test_files_that_do_not_say_what_is_loaded_are_not_trusted(
         (folder / "config.json").write_text(json.dumps(config))
     else:
         (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    monkeypatch.setattr(models, "load_model", lambda path: loaded)
+    monkeypatch.setattr(stored, "load_model", lambda path: loaded)
     assert read_fingerprint(folder) == loaded.fingerprint
     assert "cannot be checked from their files" in caplog.text
 

@@ -1,0 +1,73 @@
+"""Models and their descriptions, from a folder or a hub id."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from trtllm_kvmap.errors import InputError
+from trtllm_kvmap.models.config import spec_from_config
+from trtllm_kvmap.models.loaded import LoadedModel
+from trtllm_kvmap.models.tokenizer import load_tokenizer, tokenizer_digest
+from trtllm_kvmap.spec.model import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """What can be said of a model without loading its weights."""
+
+    spec: ModelSpec
+    tokenizer_digest: str
+
+
+def describe_model(path_or_id: str | Path) -> ModelDescription:
+    """Read the configuration and tokenizer of a folder or hub id. Raises as load_model does."""
+    spec = read_spec(path_or_id)
+    return ModelDescription(spec, tokenizer_digest(load_tokenizer(path_or_id), spec.vocab_size))
+
+
+def load_model(
+    path_or_id: str | Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> LoadedModel:
+    """Load a local Hugging Face folder, or a hub id where there is a network.
+
+    Raises InputError when nothing can be loaded from there and MismatchError when the architecture
+    keeps another kind of cache than this package maps (sliding windows, latent attention, an
+    unknown key layout).
+    """
+    spec = read_spec(path_or_id)
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(path_or_id, dtype=dtype)
+    except (OSError, ValueError) as error:
+        raise _not_loadable(path_or_id, error) from error
+    return LoadedModel(spec.name, model.to(device).eval(), load_tokenizer(path_or_id), spec)
+
+
+def read_spec(path_or_id: str | Path) -> ModelSpec:
+    """The KV geometry of a folder or hub id, from its configuration. Raises as load_model does."""
+    name = Path(path_or_id).name if Path(path_or_id).is_dir() else str(path_or_id)
+    try:
+        config = AutoConfig.from_pretrained(path_or_id)
+    except (OSError, ValueError) as error:
+        raise _not_loadable(path_or_id, error) from error
+    return spec_from_config(config, name)
+
+
+def _not_loadable(path_or_id: str | Path, error: Exception) -> InputError:
+    reason = str(error).strip().splitlines()[0]
+    if str(path_or_id).startswith(("/", ".", "~")) and not Path(path_or_id).exists():
+        reason = "There is no such folder."
+    return InputError(
+        f"No model could be loaded from {str(path_or_id)!r}: {reason} Give a folder with "
+        f"config.json and safetensors weights, or a hub id where there is a network."
+    )
+
+
+def quiet_loading() -> None:
+    """Turn off transformers' own progress bars: a command line shows its own."""
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
