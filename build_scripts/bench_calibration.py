@@ -30,7 +30,7 @@ from trtllm_kvmap.evaluate.promote import promote, refit
 from trtllm_kvmap.evaluate.reading import Reading, judge, read_item
 from trtllm_kvmap.evaluate.run import EvaluationConfig
 from trtllm_kvmap.evaluate.summary import Draws, gap
-from trtllm_kvmap.evaluate.tasks import TaskConfig, read_items
+from trtllm_kvmap.evaluate.tasks.named import TaskConfig, read_items
 from trtllm_kvmap.fit import FitConfig, fit
 from trtllm_kvmap.models import LoadedModel, load_model
 from trtllm_kvmap.spec.plan import plan_handoff

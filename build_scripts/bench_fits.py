@@ -27,11 +27,11 @@ from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.demo import REPORT_SEED, SELECTION_SEED, tiny_items
 from trtllm_kvmap.evaluate.arms import mapped
 from trtllm_kvmap.evaluate.bootstrap import draw, figure
-from trtllm_kvmap.evaluate.items import Item
 from trtllm_kvmap.evaluate.reading import Reading, judge, read_item
 from trtllm_kvmap.evaluate.run import EvaluationConfig
 from trtllm_kvmap.evaluate.select import select
 from trtllm_kvmap.evaluate.summary import Draws, gap
+from trtllm_kvmap.evaluate.tasks.items import Item
 from trtllm_kvmap.fit import FitConfig, fit
 from trtllm_kvmap.fit.grid import FitGrid
 from trtllm_kvmap.models import LoadedModel, load_model

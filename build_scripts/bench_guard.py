@@ -43,9 +43,9 @@ from trtllm_kvmap.decode.select_tokens import rank_by_attention
 from trtllm_kvmap.decode.signals import BANDS
 from trtllm_kvmap.evaluate.damage import with_order
 from trtllm_kvmap.evaluate.guard import Case, GuardConfig, quality, rates, run_case, set_guard
-from trtllm_kvmap.evaluate.items import Item
 from trtllm_kvmap.evaluate.reading import Reading, read_context, read_item
-from trtllm_kvmap.evaluate.tasks import TaskConfig, read_items
+from trtllm_kvmap.evaluate.tasks.items import Item
+from trtllm_kvmap.evaluate.tasks.named import TaskConfig, read_items
 from trtllm_kvmap.models import LoadedModel, load_model
 from trtllm_kvmap.spec.plan import plan_handoff
 from trtllm_kvmap.tiny import model_folder

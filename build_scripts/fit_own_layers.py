@@ -20,9 +20,9 @@ from trtllm_kvmap.calibrate.capture import CapturedKv, capture_kv, token_table
 from trtllm_kvmap.calibrate.config import CalibrationConfig
 from trtllm_kvmap.calibrate.parts import plan_parts
 from trtllm_kvmap.decode.prefill import prefill
-from trtllm_kvmap.evaluate.items import Item
 from trtllm_kvmap.evaluate.probe import Ready
 from trtllm_kvmap.evaluate.reading import Reading
+from trtllm_kvmap.evaluate.tasks.items import Item
 from trtllm_kvmap.fit import FitConfig, fit
 from trtllm_kvmap.inject.hf_cache import fork, make_cache, view_pool
 from trtllm_kvmap.mapper.backends import make_mapper

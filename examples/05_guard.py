@@ -15,7 +15,7 @@ from trtllm_kvmap.calibrate.config import CalibrationConfig
 from trtllm_kvmap.calibrate.run import calibrate
 from trtllm_kvmap.evaluate.damage import with_noise
 from trtllm_kvmap.evaluate.guard import GuardConfig, set_guard
-from trtllm_kvmap.evaluate.tasks import TaskConfig, read_items
+from trtllm_kvmap.evaluate.tasks.named import TaskConfig, read_items
 from trtllm_kvmap.fit import fit
 from trtllm_kvmap.tiny import model_folder
 from trtllm_kvmap.tiny.documents import make_document

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from trtllm_kvmap.evaluate.diagnosis import Diagnosis, Intervention, LengthRow, TokenError
+from trtllm_kvmap.evaluate.diagnosis.diagnosis import Diagnosis, Intervention, LengthRow, TokenError
 from trtllm_kvmap.evaluate.gates import Gates, judge_gates
 from trtllm_kvmap.evaluate.latency import STAGES, ratios
 from trtllm_kvmap.evaluate.provenance import name_of
-from trtllm_kvmap.evaluate.report import Report
+from trtllm_kvmap.evaluate.report.report import Report
 
 # Seconds of each stage at two lengths, and the native target's.
 SECONDS = {stage: [0.01, 0.02] for stage in STAGES} | {

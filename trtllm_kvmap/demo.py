@@ -16,14 +16,14 @@ from trtllm_kvmap.calibrate.run import calibrate
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.decode.generate import generate
 from trtllm_kvmap.decode.prefill import prefill
-from trtllm_kvmap.evaluate.items import Item
 from trtllm_kvmap.evaluate.latency import measure_latency
-from trtllm_kvmap.evaluate.markdown import markdown
-from trtllm_kvmap.evaluate.page import html
-from trtllm_kvmap.evaluate.report import Report, evidence
+from trtllm_kvmap.evaluate.report.markdown import markdown
+from trtllm_kvmap.evaluate.report.page import html
+from trtllm_kvmap.evaluate.report.report import Report, evidence
 from trtllm_kvmap.evaluate.run import EvaluationConfig, evaluate
 from trtllm_kvmap.evaluate.select import select
-from trtllm_kvmap.evaluate.tasks import TaskConfig, read_items
+from trtllm_kvmap.evaluate.tasks.items import Item
+from trtllm_kvmap.evaluate.tasks.named import TaskConfig, read_items
 from trtllm_kvmap.fit.grid import FitGrid
 from trtllm_kvmap.models import LoadedModel, load_model
 from trtllm_kvmap.spec.plan import plan_handoff

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from trtllm_kvmap.artifact.kvmap import KvMap
-from trtllm_kvmap.evaluate.report import Report
+from trtllm_kvmap.evaluate.report.report import Report
 from trtllm_kvmap.evaluate.run import EvaluationConfig, evaluate
-from trtllm_kvmap.evaluate.tasks import TaskConfig, read_items
+from trtllm_kvmap.evaluate.tasks.named import TaskConfig, read_items
 from trtllm_kvmap.models import load_model
 from trtllm_kvmap.tiny import model_folder as tiny_folder
 from trtllm_kvmap.tiny.documents import make_document

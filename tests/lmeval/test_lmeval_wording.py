@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from published_tasks import write_hub
 
-from trtllm_kvmap.evaluate.choice_tasks import READERS, task_records
-from trtllm_kvmap.evaluate.conversations import read_conversations
-from trtllm_kvmap.evaluate.tasks import TaskConfig
+from trtllm_kvmap.evaluate.tasks.choice import READERS, task_records
+from trtllm_kvmap.evaluate.tasks.conversations import read_conversations
+from trtllm_kvmap.evaluate.tasks.named import TaskConfig
 
 # The harness's own files, in its folder of tasks.
 UPSTREAM = {

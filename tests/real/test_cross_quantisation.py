@@ -15,10 +15,10 @@ from trtllm_kvmap.artifact.moments import MomentSet
 from trtllm_kvmap.calibrate.config import CalibrationConfig
 from trtllm_kvmap.calibrate.run import calibrate
 from trtllm_kvmap.calibrate.text import read_documents
-from trtllm_kvmap.evaluate.items import Item
-from trtllm_kvmap.evaluate.report import Report, table
+from trtllm_kvmap.evaluate.report.report import Report, table
 from trtllm_kvmap.evaluate.run import EvaluationConfig, evaluate
-from trtllm_kvmap.evaluate.tasks import TaskConfig, read_items
+from trtllm_kvmap.evaluate.tasks.items import Item
+from trtllm_kvmap.evaluate.tasks.named import TaskConfig, read_items
 from trtllm_kvmap.fit import FitConfig, fit
 from trtllm_kvmap.models import LoadedModel
 

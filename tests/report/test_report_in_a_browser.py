@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from report_case import HOSTILE, hostile_report, whole_report
 
-from trtllm_kvmap.evaluate.page import html
-from trtllm_kvmap.evaluate.sections import sections
+from trtllm_kvmap.evaluate.report.page import html
+from trtllm_kvmap.evaluate.report.sections import sections
 
 PHONE, DESK = 390, 1280
 MEASURE = (Path(__file__).parent / "measure.js").read_text()

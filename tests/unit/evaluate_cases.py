@@ -7,8 +7,8 @@ import numpy as np
 from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.evaluate import arms
-from trtllm_kvmap.evaluate.items import Item, Question
 from trtllm_kvmap.evaluate.run import EvaluationConfig
+from trtllm_kvmap.evaluate.tasks.items import Item, Question
 from trtllm_kvmap.models import LoadedModel
 from trtllm_kvmap.tiny.documents import VOCABULARY
 

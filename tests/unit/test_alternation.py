@@ -16,7 +16,7 @@ from trtllm_kvmap.decode.prefill import prefill
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.evaluate.alternation import _Answer, _drift, alternate, table
 from trtllm_kvmap.evaluate.bootstrap import draw
-from trtllm_kvmap.evaluate.conversations import Conversation, Turn
+from trtllm_kvmap.evaluate.tasks.conversations import Conversation, Turn
 from trtllm_kvmap.models import LoadedModel
 
 

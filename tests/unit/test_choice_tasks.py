@@ -14,10 +14,10 @@ import torch
 from word_tokenizer import FakeWordTokenizer
 
 from trtllm_kvmap.errors import InputError
-from trtllm_kvmap.evaluate.items import Item, Question
 from trtllm_kvmap.evaluate.probe import Answers, Script
 from trtllm_kvmap.evaluate.score import score
-from trtllm_kvmap.evaluate.tasks import TaskConfig, named_task, read_items
+from trtllm_kvmap.evaluate.tasks.items import Item, Question
+from trtllm_kvmap.evaluate.tasks.named import TaskConfig, named_task, read_items
 
 HELLASWAG = {
     "activity_label": "Baking",

@@ -10,8 +10,8 @@ import pytest
 from word_tokenizer import FakeWordTokenizer
 
 from trtllm_kvmap.errors import InputError
-from trtllm_kvmap.evaluate.conversations import read_conversations
-from trtllm_kvmap.evaluate.tasks import TaskConfig, read_items
+from trtllm_kvmap.evaluate.tasks.conversations import read_conversations
+from trtllm_kvmap.evaluate.tasks.named import TaskConfig, read_items
 
 TALK = {
     "source": "by hand",

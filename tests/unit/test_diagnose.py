@@ -19,9 +19,9 @@ from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.evaluate.arms import mapped
-from trtllm_kvmap.evaluate.diagnose import diagnose
-from trtllm_kvmap.evaluate.diagnosis import Diagnosis, headline, tables
-from trtllm_kvmap.evaluate.interventions import (
+from trtllm_kvmap.evaluate.diagnosis.diagnose import diagnose
+from trtllm_kvmap.evaluate.diagnosis.diagnosis import Diagnosis, headline, tables
+from trtllm_kvmap.evaluate.diagnosis.interventions import (
     CONTROLS,
     SHIFT,
     Region,
@@ -29,10 +29,10 @@ from trtllm_kvmap.evaluate.interventions import (
     mapped_entries,
     replaced,
 )
+from trtllm_kvmap.evaluate.diagnosis.token_error import TokenErrors
+from trtllm_kvmap.evaluate.diagnosis.token_kinds import buckets_of, kinds_of, parts_of
 from trtllm_kvmap.evaluate.probe import ask
 from trtllm_kvmap.evaluate.reading import read_item
-from trtllm_kvmap.evaluate.token_error import TokenErrors
-from trtllm_kvmap.evaluate.token_kinds import buckets_of, kinds_of, parts_of
 from trtllm_kvmap.inject.hf_cache import view_pool
 from trtllm_kvmap.mapper.pool import KvPool
 from trtllm_kvmap.models import LoadedModel

@@ -11,10 +11,10 @@ from evaluate_cases import ITEMS
 from random_models import available_architectures
 
 from trtllm_kvmap.decode.prefill import prefill
-from trtllm_kvmap.evaluate.items import Item, Question
 from trtllm_kvmap.evaluate.kv_error import KvError
 from trtllm_kvmap.evaluate.probe import Answers, Ready, Script, ask
 from trtllm_kvmap.evaluate.score import attention_cosines, score
+from trtllm_kvmap.evaluate.tasks.items import Item, Question
 from trtllm_kvmap.inject.hf_cache import num_entries
 from trtllm_kvmap.mapper.pool import KvPool
 from trtllm_kvmap.models import LoadedModel

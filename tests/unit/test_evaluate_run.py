@@ -14,7 +14,7 @@ from handmade_maps import random_map
 
 from trtllm_kvmap.decode.prefill import prefill
 from trtllm_kvmap.errors import InputError, MismatchError, UnprovenError
-from trtllm_kvmap.evaluate.report import Report, evidence
+from trtllm_kvmap.evaluate.report.report import Report, evidence
 from trtllm_kvmap.evaluate.run import EvaluationConfig, evaluate
 from trtllm_kvmap.evaluate.score import Score
 from trtllm_kvmap.evaluate.summary import Draws, arm_figures

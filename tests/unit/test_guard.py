@@ -33,8 +33,8 @@ from trtllm_kvmap.evaluate.guard import (
     run_case,
     set_guard,
 )
-from trtllm_kvmap.evaluate.items import Item
 from trtllm_kvmap.evaluate.reading import read_item
+from trtllm_kvmap.evaluate.tasks.items import Item
 from trtllm_kvmap.inject.hf_cache import HfCache, num_entries, view_pool
 from trtllm_kvmap.models import LoadedModel, RemoteModel
 from trtllm_kvmap.spec.plan import plan_handoff

@@ -11,9 +11,9 @@ from published_tasks import COQA, COUNTS, HELLASWAG, MMLU, write_authors, write_
 from word_tokenizer import FakeWordTokenizer
 
 from trtllm_kvmap.errors import InputError
-from trtllm_kvmap.evaluate.choice_tasks import READERS, Choices, task_records
-from trtllm_kvmap.evaluate.conversations import read_conversations
-from trtllm_kvmap.evaluate.tasks import TaskConfig, read_items
+from trtllm_kvmap.evaluate.tasks.choice import READERS, Choices, task_records
+from trtllm_kvmap.evaluate.tasks.conversations import read_conversations
+from trtllm_kvmap.evaluate.tasks.named import TaskConfig, read_items
 
 MMLU_HEAD = "The following are multiple choice questions (with answers) about abstract algebra."
 # What is handed over, the choices as they follow it after a space, and the right one.

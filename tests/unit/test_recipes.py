@@ -24,8 +24,8 @@ from trtllm_kvmap.cli import app
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.decode.prefill import prefill
 from trtllm_kvmap.errors import UnprovenError
-from trtllm_kvmap.evaluate.items import Item
-from trtllm_kvmap.evaluate.report import Report
+from trtllm_kvmap.evaluate.report.report import Report
+from trtllm_kvmap.evaluate.tasks.items import Item
 from trtllm_kvmap.fit import FitConfig, fit
 from trtllm_kvmap.inject.hf_cache import view_pool
 from trtllm_kvmap.models import LoadedModel, load_model

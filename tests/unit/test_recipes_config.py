@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pytest
 
 from trtllm_kvmap.errors import InputError
-from trtllm_kvmap.evaluate.items import Item
+from trtllm_kvmap.evaluate.tasks.items import Item
 from trtllm_kvmap.recipes.pair import OwnModels, require_disjoint
 from trtllm_kvmap.recipes.run import RECIPES, config_of, run_recipe
 from trtllm_kvmap.recipes.strict import build, merged, read_yaml

@@ -22,15 +22,15 @@ from report_case import (
 from rich.console import Console
 
 from trtllm_kvmap.errors import FormatError, InputError, MismatchError
-from trtllm_kvmap.evaluate import charts
-from trtllm_kvmap.evaluate.diagnosis import Diagnosis
+from trtllm_kvmap.evaluate.diagnosis.diagnosis import Diagnosis
 from trtllm_kvmap.evaluate.gates import Gates, judge_gates
 from trtllm_kvmap.evaluate.latency import break_even, ratios
-from trtllm_kvmap.evaluate.markdown import markdown
-from trtllm_kvmap.evaluate.page import html
-from trtllm_kvmap.evaluate.report import Report, fixed, table
-from trtllm_kvmap.evaluate.section import Section
-from trtllm_kvmap.evaluate.sections import sections
+from trtllm_kvmap.evaluate.report import charts
+from trtllm_kvmap.evaluate.report.markdown import markdown
+from trtllm_kvmap.evaluate.report.page import html
+from trtllm_kvmap.evaluate.report.report import Report, fixed, table
+from trtllm_kvmap.evaluate.report.section import Section
+from trtllm_kvmap.evaluate.report.sections import sections
 
 VOID = {"meta", "link", "br", "wbr", "hr", "img", "input", "path", "rect", "line", "use"}
 

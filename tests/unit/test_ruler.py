@@ -12,8 +12,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from word_tokenizer import FakeWordTokenizer
 
 from trtllm_kvmap.errors import InputError
-from trtllm_kvmap.evaluate.ruler import TELLERS
-from trtllm_kvmap.evaluate.tasks import TaskConfig, read_items
+from trtllm_kvmap.evaluate.tasks.named import TaskConfig, read_items
+from trtllm_kvmap.evaluate.tasks.ruler import TELLERS
 from trtllm_kvmap.tiny.documents import NAMES
 
 

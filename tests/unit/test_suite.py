@@ -14,7 +14,7 @@ from handmade_maps import random_map
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.evaluate.gates import Gates
 from trtllm_kvmap.evaluate.suite import evaluate_tasks, suite_table, task_configs
-from trtllm_kvmap.evaluate.tasks import TaskConfig
+from trtllm_kvmap.evaluate.tasks.named import TaskConfig
 
 # In words of the tiny vocabulary, which the random models read.
 PIQA = [

@@ -10,8 +10,8 @@ from random_models import write_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from trtllm_kvmap.errors import InputError
-from trtllm_kvmap.evaluate.items import Item, Question, require_unseen
-from trtllm_kvmap.evaluate.tasks import TaskConfig, read_items
+from trtllm_kvmap.evaluate.tasks.items import Item, Question, require_unseen
+from trtllm_kvmap.evaluate.tasks.named import TaskConfig, read_items
 
 HELLASWAG = [
     {

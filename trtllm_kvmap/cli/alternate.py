@@ -13,8 +13,8 @@ from trtllm_kvmap.cli.flags import JsonOption, SourceOption, TargetOption, confi
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.evaluate.alternation import alternate as run_alternation
 from trtllm_kvmap.evaluate.alternation import table
-from trtllm_kvmap.evaluate.conversations import read_conversations
-from trtllm_kvmap.evaluate.tasks import TaskConfig
+from trtllm_kvmap.evaluate.tasks.conversations import read_conversations
+from trtllm_kvmap.evaluate.tasks.named import TaskConfig
 from trtllm_kvmap.models import load_model
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from trtllm_kvmap.cli.app import console, progress, verb, write_json
 from trtllm_kvmap.cli.flags import JsonOption
 from trtllm_kvmap.demo import PairDemo, run_demo
-from trtllm_kvmap.evaluate.report import table
+from trtllm_kvmap.evaluate.report.report import table
 
 
 @verb

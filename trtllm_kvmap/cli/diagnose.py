@@ -16,10 +16,10 @@ from trtllm_kvmap.cli.flags import (
     TargetOption,
     config_flags,
 )
-from trtllm_kvmap.evaluate.diagnose import diagnose as run_diagnosis
-from trtllm_kvmap.evaluate.diagnosis import headline, tables
+from trtllm_kvmap.evaluate.diagnosis.diagnose import diagnose as run_diagnosis
+from trtllm_kvmap.evaluate.diagnosis.diagnosis import headline, tables
 from trtllm_kvmap.evaluate.run import EvaluationConfig
-from trtllm_kvmap.evaluate.tasks import TaskConfig, read_items
+from trtllm_kvmap.evaluate.tasks.named import TaskConfig, read_items
 from trtllm_kvmap.models import load_model
 
 

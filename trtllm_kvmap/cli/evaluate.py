@@ -21,11 +21,11 @@ from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.evaluate.gates import Gates
 from trtllm_kvmap.evaluate.latency import measure_latency
-from trtllm_kvmap.evaluate.report import evidence, table
+from trtllm_kvmap.evaluate.report.report import evidence, table
 from trtllm_kvmap.evaluate.run import EvaluationConfig
 from trtllm_kvmap.evaluate.run import evaluate as run_evaluation
 from trtllm_kvmap.evaluate.suite import evaluate_tasks, suite_table, task_configs
-from trtllm_kvmap.evaluate.tasks import TaskConfig, read_items
+from trtllm_kvmap.evaluate.tasks.named import TaskConfig, read_items
 from trtllm_kvmap.models import load_model
 
 

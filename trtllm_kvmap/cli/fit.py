@@ -18,7 +18,7 @@ from trtllm_kvmap.cli.inspect import describe
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.evaluate.run import EvaluationConfig
 from trtllm_kvmap.evaluate.select import select
-from trtllm_kvmap.evaluate.tasks import TaskConfig, read_items
+from trtllm_kvmap.evaluate.tasks.named import TaskConfig, read_items
 from trtllm_kvmap.fit import FitConfig
 from trtllm_kvmap.fit import fit as run_fit
 from trtllm_kvmap.fit.estimate import estimate_fit

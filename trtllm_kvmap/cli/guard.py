@@ -11,7 +11,7 @@ from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.cli.app import console, counted, require_all_writable, verb, write_json
 from trtllm_kvmap.cli.flags import JsonOption, SourceOption, TargetOption, config_flags
 from trtllm_kvmap.evaluate.guard import GuardConfig, set_guard
-from trtllm_kvmap.evaluate.tasks import TaskConfig, read_items
+from trtllm_kvmap.evaluate.tasks.named import TaskConfig, read_items
 from trtllm_kvmap.models import load_model
 
 

@@ -11,10 +11,10 @@ from trtllm_kvmap.artifact.whole import write_text
 from trtllm_kvmap.cli.app import console, require_all_writable, verb, write_json
 from trtllm_kvmap.cli.flags import JsonOption
 from trtllm_kvmap.errors import FormatError
-from trtllm_kvmap.evaluate.diagnosis import Diagnosis
-from trtllm_kvmap.evaluate.markdown import markdown as document
-from trtllm_kvmap.evaluate.page import html as page
-from trtllm_kvmap.evaluate.report import Report, table
+from trtllm_kvmap.evaluate.diagnosis.diagnosis import Diagnosis
+from trtllm_kvmap.evaluate.report.markdown import markdown as document
+from trtllm_kvmap.evaluate.report.page import html as page
+from trtllm_kvmap.evaluate.report.report import Report, table
 
 HtmlOption = Annotated[Path | None, typer.Option(help="write the report here as one page")]
 MarkdownOption = Annotated[Path | None, typer.Option(help="write the report here as Markdown")]

@@ -23,8 +23,8 @@ from trtllm_kvmap.decode.prefill import prefill
 from trtllm_kvmap.decode.session import Session
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.evaluate.bootstrap import draw, figure
-from trtllm_kvmap.evaluate.conversations import Conversation
 from trtllm_kvmap.evaluate.run import DRAWING_SEED
+from trtllm_kvmap.evaluate.tasks.conversations import Conversation
 from trtllm_kvmap.inject.hf_cache import fork
 from trtllm_kvmap.models import LoadedModel
 

@@ -16,10 +16,10 @@ from trtllm_kvmap.decode.select_tokens import rank_by_attention
 from trtllm_kvmap.decode.signals import WINDOW, Signals, measure_signals
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.evaluate.damage import damaged_maps
-from trtllm_kvmap.evaluate.items import Item, require_unseen
 from trtllm_kvmap.evaluate.probe import Ready
 from trtllm_kvmap.evaluate.reading import Reading, judge, read_item
 from trtllm_kvmap.evaluate.run import require_scorable
+from trtllm_kvmap.evaluate.tasks.items import Item, require_unseen
 from trtllm_kvmap.models import LoadedModel
 from trtllm_kvmap.spec.plan import plan_handoff
 

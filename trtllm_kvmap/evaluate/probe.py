@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trtllm_kvmap.evaluate.items import Item
+from trtllm_kvmap.evaluate.tasks.items import Item
 from trtllm_kvmap.evaluate.tree import TokenTree
 from trtllm_kvmap.inject.hf_cache import HfCache, fork, num_entries
 from trtllm_kvmap.models import LoadedModel

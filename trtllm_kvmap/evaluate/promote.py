@@ -13,12 +13,12 @@ from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.errors import InputError, MismatchError
 from trtllm_kvmap.evaluate.arms import mapped
 from trtllm_kvmap.evaluate.bootstrap import draw, figure
-from trtllm_kvmap.evaluate.items import Item
 from trtllm_kvmap.evaluate.reading import judge, read_item
-from trtllm_kvmap.evaluate.report import evidence
+from trtllm_kvmap.evaluate.report.report import evidence
 from trtllm_kvmap.evaluate.run import DRAWING_SEED, EvaluationConfig, evaluate
 from trtllm_kvmap.evaluate.score import Score
 from trtllm_kvmap.evaluate.summary import Draws, gap
+from trtllm_kvmap.evaluate.tasks.items import Item
 from trtllm_kvmap.fit import FitConfig, fit
 from trtllm_kvmap.fit.layer_r2 import with_layer_r2
 from trtllm_kvmap.models import LoadedModel

@@ -11,9 +11,9 @@ import numpy as np
 from trtllm_kvmap.decode.generate import generate
 from trtllm_kvmap.decode.prefill import prefill
 from trtllm_kvmap.errors import InputError
-from trtllm_kvmap.evaluate.items import Item
 from trtllm_kvmap.evaluate.probe import Answers, Ready, Script, ask
 from trtllm_kvmap.evaluate.score import Score, attention_cosines, score
+from trtllm_kvmap.evaluate.tasks.items import Item
 from trtllm_kvmap.inject.hf_cache import fork
 from trtllm_kvmap.models import LoadedModel
 

@@ -13,11 +13,10 @@ from trtllm_kvmap.evaluate.arms import Refused, copy_map, make_arms, mapped_arm
 from trtllm_kvmap.evaluate.bootstrap import draw
 from trtllm_kvmap.evaluate.controls import check_wrong_document, run_controls
 from trtllm_kvmap.evaluate.gates import Gates, judge_gates
-from trtllm_kvmap.evaluate.items import Item, require_unseen
 from trtllm_kvmap.evaluate.kv_error import KvError
 from trtllm_kvmap.evaluate.provenance import provenance
 from trtllm_kvmap.evaluate.reading import Outcome, judge, read_item
-from trtllm_kvmap.evaluate.report import Report
+from trtllm_kvmap.evaluate.report.report import Report
 from trtllm_kvmap.evaluate.summary import (
     Draws,
     arm_figures,
@@ -25,6 +24,7 @@ from trtllm_kvmap.evaluate.summary import (
     context_by_context,
     mean_cosines,
 )
+from trtllm_kvmap.evaluate.tasks.items import Item, require_unseen
 from trtllm_kvmap.inject.hf_cache import view_pool
 from trtllm_kvmap.models import LoadedModel
 

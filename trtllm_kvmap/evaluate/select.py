@@ -15,10 +15,10 @@ from trtllm_kvmap.artifact.moments import MomentSet
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.errors import InputError, KvMapError, MismatchError
 from trtllm_kvmap.evaluate.arms import Arm, mapped
-from trtllm_kvmap.evaluate.items import Item
 from trtllm_kvmap.evaluate.reading import Outcome, Reading, judge, read_item
 from trtllm_kvmap.evaluate.run import EvaluationConfig, require_scorable
 from trtllm_kvmap.evaluate.summary import Draws, gap, mean_cosines
+from trtllm_kvmap.evaluate.tasks.items import Item
 from trtllm_kvmap.fit import FitConfig, fit
 from trtllm_kvmap.fit.layer_r2 import layer_r2
 from trtllm_kvmap.models import LoadedModel

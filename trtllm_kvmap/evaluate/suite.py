@@ -10,12 +10,12 @@ from rich.text import Text
 
 from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.errors import InputError
-from trtllm_kvmap.evaluate.choice_tasks import NORMALISED
 from trtllm_kvmap.evaluate.gates import Gates
-from trtllm_kvmap.evaluate.report import Report, written
+from trtllm_kvmap.evaluate.report.report import Report, written
 from trtllm_kvmap.evaluate.run import EvaluationConfig, evaluate
-from trtllm_kvmap.evaluate.task_config import TaskConfig
-from trtllm_kvmap.evaluate.tasks import named_task, read_items
+from trtllm_kvmap.evaluate.tasks.choice import NORMALISED
+from trtllm_kvmap.evaluate.tasks.config import TaskConfig
+from trtllm_kvmap.evaluate.tasks.named import named_task, read_items
 from trtllm_kvmap.models import LoadedModel
 
 
@@ -52,7 +52,7 @@ def evaluate_tasks(
 
 
 def task_configs(tasks: str, config: TaskConfig) -> dict[str, TaskConfig]:
-    """``config`` for each of the comma-separated ``tasks``, see tasks.named_task. Raises InputError
+    """``config`` for each of the comma-separated ``tasks``, see named_task. Raises InputError
     for a task that is named twice, or for no name.
     """
     names = [name.strip() for name in tasks.split(",")]

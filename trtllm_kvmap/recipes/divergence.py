@@ -8,8 +8,8 @@ import torch
 
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.decode.prefill import prefill
-from trtllm_kvmap.evaluate.items import Item
 from trtllm_kvmap.evaluate.run import EvaluationConfig
+from trtllm_kvmap.evaluate.tasks.items import Item
 from trtllm_kvmap.models import LoadedModel
 from trtllm_kvmap.spec.plan import plan_handoff
 

@@ -15,8 +15,8 @@ from rich.text import Text
 from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.artifact.whole import write_text
 from trtllm_kvmap.errors import UnprovenError
-from trtllm_kvmap.evaluate.page import html
-from trtllm_kvmap.evaluate.report import Report, evidence, table, written
+from trtllm_kvmap.evaluate.report.page import html
+from trtllm_kvmap.evaluate.report.report import Report, evidence, table, written
 
 Row = dict[str, Any]  # text, numbers, or figures: {"value", "low", "high"}
 

@@ -9,9 +9,9 @@ from typing import TypeVar
 
 from trtllm_kvmap.calibrate.text import read_documents
 from trtllm_kvmap.errors import InputError
-from trtllm_kvmap.evaluate.items import Item
 from trtllm_kvmap.evaluate.run import EvaluationConfig
-from trtllm_kvmap.evaluate.tasks import TaskConfig, read_items
+from trtllm_kvmap.evaluate.tasks.items import Item
+from trtllm_kvmap.evaluate.tasks.named import TaskConfig, read_items
 from trtllm_kvmap.models import LoadedModel, load_model
 from trtllm_kvmap.tiny import FAMILY, model_folder
 

@@ -14,8 +14,8 @@ from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.evaluate.alternation import Alternation, alternate
-from trtllm_kvmap.evaluate.conversations import read_conversations
-from trtllm_kvmap.evaluate.tasks import TaskConfig
+from trtllm_kvmap.evaluate.tasks.conversations import read_conversations
+from trtllm_kvmap.evaluate.tasks.named import TaskConfig
 from trtllm_kvmap.fit.grid import FitGrid
 from trtllm_kvmap.recipes.outcome import Judged, Outcome, Row
 from trtllm_kvmap.recipes.pair import Pair, PairConfig, load_named

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
-from trtllm_kvmap.evaluate.cards import opening, summary
-from trtllm_kvmap.evaluate.report import Report
-from trtllm_kvmap.evaluate.section import Grid
-from trtllm_kvmap.evaluate.sections import sections
+from trtllm_kvmap.evaluate.report.cards import opening, summary
+from trtllm_kvmap.evaluate.report.report import Report
+from trtllm_kvmap.evaluate.report.section import Grid
+from trtllm_kvmap.evaluate.report.sections import sections
 
 # Brackets are marks only before these two, an underscore only at the edge of a word.
 MARKS = re.compile(r"[\\`*<>#|~&!]|(?<=\])[(:]|(?<![^\W_])_|_(?![^\W_])")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trtllm_kvmap.evaluate.report import FigureJson, Report, number, written
+from trtllm_kvmap.evaluate.report.report import FigureJson, Report, number, written
 
 
 @dataclass(frozen=True, slots=True)

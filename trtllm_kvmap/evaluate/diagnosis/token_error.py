@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from trtllm_kvmap.evaluate.diagnosis import TokenError
-from trtllm_kvmap.evaluate.token_kinds import buckets_of, kinds_of
+from trtllm_kvmap.evaluate.diagnosis.diagnosis import TokenError
+from trtllm_kvmap.evaluate.diagnosis.token_kinds import buckets_of, kinds_of
 from trtllm_kvmap.mapper.pool import KvPool
 from trtllm_kvmap.models import LoadedModel
 from trtllm_kvmap.rotary import remove_rope

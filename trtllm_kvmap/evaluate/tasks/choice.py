@@ -14,10 +14,10 @@ from itertools import islice
 from pathlib import Path
 
 from trtllm_kvmap.errors import InputError
-from trtllm_kvmap.evaluate.items import Item, Question
-from trtllm_kvmap.evaluate.task_config import TaskConfig
-from trtllm_kvmap.evaluate.task_records import Record, read_records
-from trtllm_kvmap.evaluate.task_text import Tokenizer, encode, encode_after
+from trtllm_kvmap.evaluate.tasks.config import TaskConfig
+from trtllm_kvmap.evaluate.tasks.items import Item, Question
+from trtllm_kvmap.evaluate.tasks.records import Record, read_records
+from trtllm_kvmap.evaluate.tasks.text import Tokenizer, encode, encode_after
 
 LETTERS = ("A", "B", "C", "D")
 MMLU_COLUMNS = ("question", *LETTERS, "answer")

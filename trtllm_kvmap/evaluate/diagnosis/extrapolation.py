@@ -12,13 +12,13 @@ from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.evaluate.arms import mapped
 from trtllm_kvmap.evaluate.bootstrap import draw, figure
-from trtllm_kvmap.evaluate.diagnosis import LengthRow
-from trtllm_kvmap.evaluate.items import Item
+from trtllm_kvmap.evaluate.diagnosis.diagnosis import LengthRow
 from trtllm_kvmap.evaluate.probe import ask
 from trtllm_kvmap.evaluate.reading import judge, read_item
 from trtllm_kvmap.evaluate.run import DRAWING_SEED, EvaluationConfig, require_scorable
 from trtllm_kvmap.evaluate.score import Score
 from trtllm_kvmap.evaluate.summary import Draws, gap
+from trtllm_kvmap.evaluate.tasks.items import Item
 from trtllm_kvmap.models import LoadedModel
 from trtllm_kvmap.spec.plan import plan_handoff
 

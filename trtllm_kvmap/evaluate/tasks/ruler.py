@@ -15,10 +15,10 @@ from functools import partial
 import numpy as np
 
 from trtllm_kvmap.errors import InputError
-from trtllm_kvmap.evaluate.items import Item, Question
-from trtllm_kvmap.evaluate.ruler_words import Wording, wording_for
-from trtllm_kvmap.evaluate.task_config import TaskConfig
-from trtllm_kvmap.evaluate.task_text import Tokenizer, encode, encode_bare
+from trtllm_kvmap.evaluate.tasks.config import TaskConfig
+from trtllm_kvmap.evaluate.tasks.items import Item, Question
+from trtllm_kvmap.evaluate.tasks.ruler_words import Wording, wording_for
+from trtllm_kvmap.evaluate.tasks.text import Tokenizer, encode, encode_bare
 
 Write = Callable[[str], tuple[int, ...]]  # text to token ids
 CHOICES = 4

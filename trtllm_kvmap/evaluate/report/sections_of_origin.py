@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from trtllm_kvmap.evaluate import charts
 from trtllm_kvmap.evaluate.latency import STAGES, break_even
-from trtllm_kvmap.evaluate.report import Report, decimal, number
-from trtllm_kvmap.evaluate.section import Chart, Grid, Section, drawn
+from trtllm_kvmap.evaluate.report import charts
+from trtllm_kvmap.evaluate.report.report import Report, decimal, number
+from trtllm_kvmap.evaluate.report.section import Chart, Grid, Section, drawn
 from trtllm_kvmap.spec.slices import FIELDS
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from trtllm_kvmap.evaluate.items import Item, Question
-from trtllm_kvmap.evaluate.task_config import TaskConfig
-from trtllm_kvmap.evaluate.task_text import Tokenizer, encode_bare
+from trtllm_kvmap.evaluate.tasks.config import TaskConfig
+from trtllm_kvmap.evaluate.tasks.items import Item, Question
+from trtllm_kvmap.evaluate.tasks.text import Tokenizer, encode_bare
 from trtllm_kvmap.tiny.documents import FACT_TOKENS, FRAME_TOKENS, make_document
 
 SHORTEST_DOCUMENT, FACTS = 256, (8, 24)

@@ -12,9 +12,9 @@ from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.evaluate.arms import Refused
 from trtllm_kvmap.evaluate.bootstrap import draw, figure
-from trtllm_kvmap.evaluate.diagnosis import Diagnosis, Intervention
-from trtllm_kvmap.evaluate.extrapolation import by_length, kl_divergence
-from trtllm_kvmap.evaluate.interventions import (
+from trtllm_kvmap.evaluate.diagnosis.diagnosis import Diagnosis, Intervention
+from trtllm_kvmap.evaluate.diagnosis.extrapolation import by_length, kl_divergence
+from trtllm_kvmap.evaluate.diagnosis.interventions import (
     CONTROLS,
     Region,
     go_on,
@@ -22,7 +22,8 @@ from trtllm_kvmap.evaluate.interventions import (
     regions,
     replaced,
 )
-from trtllm_kvmap.evaluate.items import Item
+from trtllm_kvmap.evaluate.diagnosis.token_error import TokenErrors
+from trtllm_kvmap.evaluate.diagnosis.token_kinds import PARTS, kinds_of, parts_of
 from trtllm_kvmap.evaluate.kv_error import KvError
 from trtllm_kvmap.evaluate.probe import Ready, ask
 from trtllm_kvmap.evaluate.provenance import name_of, provenance
@@ -30,8 +31,7 @@ from trtllm_kvmap.evaluate.reading import Reading, read_item
 from trtllm_kvmap.evaluate.run import DRAWING_SEED, EvaluationConfig
 from trtllm_kvmap.evaluate.score import attention_cosines
 from trtllm_kvmap.evaluate.summary import mean_cosines
-from trtllm_kvmap.evaluate.token_error import TokenErrors
-from trtllm_kvmap.evaluate.token_kinds import PARTS, kinds_of, parts_of
+from trtllm_kvmap.evaluate.tasks.items import Item
 from trtllm_kvmap.inject.hf_cache import HfCache, view_pool
 from trtllm_kvmap.models import LoadedModel
 from trtllm_kvmap.spec.plan import HandoffPlan, plan_handoff

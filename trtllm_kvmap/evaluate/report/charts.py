@@ -8,7 +8,8 @@ from typing import Any
 import matplotlib
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from trtllm_kvmap.evaluate.drawing import (
+from trtllm_kvmap.evaluate.latency import STAGES
+from trtllm_kvmap.evaluate.report.drawing import (
     ACCENT,
     INK,
     MUTED,
@@ -18,8 +19,7 @@ from trtllm_kvmap.evaluate.drawing import (
     reach,
     svg_of,
 )
-from trtllm_kvmap.evaluate.latency import STAGES
-from trtllm_kvmap.evaluate.report import Report, fixed, scored_arms
+from trtllm_kvmap.evaluate.report.report import Report, fixed, scored_arms
 
 STAGE_COLOURS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377")
 METRICS = {"accuracy": "accuracy (share right)", "nll": "loss, nats per token (less is better)"}

@@ -4,11 +4,11 @@ it, so that neither can say less than the other.
 
 from __future__ import annotations
 
-from trtllm_kvmap.evaluate import sections_of_origin as origin
-from trtllm_kvmap.evaluate import sections_of_results as results
-from trtllm_kvmap.evaluate.report import Report
-from trtllm_kvmap.evaluate.section import Section
-from trtllm_kvmap.evaluate.sections_of_diagnosis import diagnosis
+from trtllm_kvmap.evaluate.report import sections_of_origin as origin
+from trtllm_kvmap.evaluate.report import sections_of_results as results
+from trtllm_kvmap.evaluate.report.report import Report
+from trtllm_kvmap.evaluate.report.section import Section
+from trtllm_kvmap.evaluate.report.sections_of_diagnosis import diagnosis
 
 
 def sections(report: Report) -> list[Section]:

@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from trtllm_kvmap.errors import InputError
-from trtllm_kvmap.evaluate.choice_tasks import READERS, choice_items
-from trtllm_kvmap.evaluate.conversations import coqa_items
-from trtllm_kvmap.evaluate.items import Item
-from trtllm_kvmap.evaluate.ruler import TELLERS, ruler_items
-from trtllm_kvmap.evaluate.task_config import TaskConfig
-from trtllm_kvmap.evaluate.task_text import Tokenizer, encode, read_text
-from trtllm_kvmap.evaluate.tiny_task import tiny_items
+from trtllm_kvmap.evaluate.tasks.choice import READERS, choice_items
+from trtllm_kvmap.evaluate.tasks.config import TaskConfig
+from trtllm_kvmap.evaluate.tasks.conversations import coqa_items
+from trtllm_kvmap.evaluate.tasks.items import Item
+from trtllm_kvmap.evaluate.tasks.ruler import TELLERS, ruler_items
+from trtllm_kvmap.evaluate.tasks.text import Tokenizer, encode, read_text
+from trtllm_kvmap.evaluate.tasks.tiny import tiny_items
 
 __all__ = ["TASKS", "TaskConfig", "named_task", "read_items"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trtllm_kvmap.evaluate.task_text import Tokenizer
+from trtllm_kvmap.evaluate.tasks.text import Tokenizer
 from trtllm_kvmap.tiny.documents import NAMES, VOCABULARY, filler_words
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import jinja2
 from markupsafe import Markup, escape
 
-from trtllm_kvmap.evaluate.cards import opening, summary
-from trtllm_kvmap.evaluate.report import Report
-from trtllm_kvmap.evaluate.section import Grid
-from trtllm_kvmap.evaluate.sections import sections
+from trtllm_kvmap.evaluate.report.cards import opening, summary
+from trtllm_kvmap.evaluate.report.report import Report
+from trtllm_kvmap.evaluate.report.section import Grid
+from trtllm_kvmap.evaluate.report.sections import sections
 
 TEMPLATE = "report.html.j2"
 MARKED = {"pass": "passed", "passed": "passed", "fail": "failed"}

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from trtllm_kvmap.errors import InputError
-from trtllm_kvmap.evaluate.items import Item
-from trtllm_kvmap.evaluate.task_config import TaskConfig
-from trtllm_kvmap.evaluate.task_records import Record, read_records
-from trtllm_kvmap.evaluate.task_text import Tokenizer, encode, encode_bare
+from trtllm_kvmap.evaluate.tasks.config import TaskConfig
+from trtllm_kvmap.evaluate.tasks.items import Item
+from trtllm_kvmap.evaluate.tasks.records import Record, read_records
+from trtllm_kvmap.evaluate.tasks.text import Tokenizer, encode, encode_bare
 from trtllm_kvmap.tiny.documents import FACT_TOKENS, FRAME_TOKENS, make_document
 
 

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from trtllm_kvmap.evaluate import charts
-from trtllm_kvmap.evaluate.report import Report, columns_with_values, decimal, number, written
-from trtllm_kvmap.evaluate.section import Grid, Section, drawn
+from trtllm_kvmap.evaluate.report import charts
+from trtllm_kvmap.evaluate.report.report import (
+    Report,
+    columns_with_values,
+    decimal,
+    number,
+    written,
+)
+from trtllm_kvmap.evaluate.report.section import Grid, Section, drawn
 
 
 def gates(report: Report) -> Section:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from trtllm_kvmap.errors import InputError
-from trtllm_kvmap.evaluate.task_text import read_text
+from trtllm_kvmap.evaluate.tasks.text import read_text
 
 
 @dataclass(frozen=True, slots=True)

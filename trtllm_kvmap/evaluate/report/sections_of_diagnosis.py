@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from trtllm_kvmap.evaluate import charts, charts_of_diagnosis
-from trtllm_kvmap.evaluate.diagnosis import Diagnosis, FigureJson, Intervention
-from trtllm_kvmap.evaluate.report import Report, decimal, written
-from trtllm_kvmap.evaluate.section import Chart, Grid, Section, drawn
+from trtllm_kvmap.evaluate.diagnosis.diagnosis import Diagnosis, FigureJson, Intervention
+from trtllm_kvmap.evaluate.report import charts, charts_of_diagnosis
+from trtllm_kvmap.evaluate.report.report import Report, decimal, written
+from trtllm_kvmap.evaluate.report.section import Chart, Grid, Section, drawn
 from trtllm_kvmap.spec.slices import FIELDS
 
 UNKNOWN: FigureJson = {"value": None, "low": None, "high": None}

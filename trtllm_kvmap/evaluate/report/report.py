@@ -12,7 +12,7 @@ from rich.text import Text
 
 from trtllm_kvmap.artifact.whole import write_text
 from trtllm_kvmap.errors import FormatError, MismatchError, UnprovenError
-from trtllm_kvmap.evaluate.diagnosis import Diagnosis
+from trtllm_kvmap.evaluate.diagnosis.diagnosis import Diagnosis
 from trtllm_kvmap.evaluate.provenance import name_of
 
 FigureJson = dict[str, float | None]  # value, low and high, see bootstrap.Figure

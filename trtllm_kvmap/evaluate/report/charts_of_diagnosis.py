@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter, NullLocator
 
-from trtllm_kvmap.evaluate.diagnosis import FigureJson, LengthRow, TokenError
-from trtllm_kvmap.evaluate.drawing import (
+from trtllm_kvmap.evaluate.diagnosis.diagnosis import FigureJson, LengthRow, TokenError
+from trtllm_kvmap.evaluate.report.drawing import (
     ACCENT,
     INK,
     MUTED,

@@ -1,0 +1,1 @@
+"""Where a mapped cache goes wrong, and which of it does harm."""

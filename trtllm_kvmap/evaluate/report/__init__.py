@@ -1,0 +1,1 @@
+"""What was found, as one self-contained page, Markdown and JSON."""
