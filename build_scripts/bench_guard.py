@@ -36,11 +36,11 @@ from bench_repair import slice_map
 
 from trtllm_kvmap.artifact.group import HeadGroup
 from trtllm_kvmap.decode.bridge import KvBridge
-from trtllm_kvmap.decode.guard import Guard
-from trtllm_kvmap.decode.guarded import hand_over_guarded
+from trtllm_kvmap.decode.guard.guard import Guard
+from trtllm_kvmap.decode.guard.guarded import hand_over_guarded
+from trtllm_kvmap.decode.guard.signals import BANDS
 from trtllm_kvmap.decode.prefill import prefill
 from trtllm_kvmap.decode.select_tokens import rank_by_attention
-from trtllm_kvmap.decode.signals import BANDS
 from trtllm_kvmap.evaluate.damage import with_order
 from trtllm_kvmap.evaluate.guard import Case, GuardConfig, quality, rates, run_case, set_guard
 from trtllm_kvmap.evaluate.reading import Reading, read_context, read_item

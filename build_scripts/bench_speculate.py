@@ -33,10 +33,10 @@ from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.calibrate.config import CalibrationConfig
 from trtllm_kvmap.calibrate.run import calibrate
 from trtllm_kvmap.decode.bridge import Handoff, KvBridge
-from trtllm_kvmap.decode.draft_length import DraftLength
 from trtllm_kvmap.decode.generate import generate
 from trtllm_kvmap.decode.prefill import prefill
-from trtllm_kvmap.decode.speculate import Speculation, speculate
+from trtllm_kvmap.decode.speculation.draft_length import DraftLength
+from trtllm_kvmap.decode.speculation.speculate import Speculation, speculate
 from trtllm_kvmap.demo import calibration_documents
 from trtllm_kvmap.fit import fit
 from trtllm_kvmap.fit.config import FitConfig

@@ -17,9 +17,9 @@ import torch
 from bench_handoff import map_between, random_cache
 
 from trtllm_kvmap.decode.bridge import KvBridge
-from trtllm_kvmap.decode.mirror import Mirror
-from trtllm_kvmap.decode.overlap import read_mirrored
 from trtllm_kvmap.decode.prefill import prefill
+from trtllm_kvmap.decode.session.mirror import Mirror
+from trtllm_kvmap.decode.session.overlap import read_mirrored
 from trtllm_kvmap.inject.hf_cache import fork
 from trtllm_kvmap.models import load_model
 from trtllm_kvmap.spec.plan import plan_handoff

@@ -23,7 +23,7 @@ from trtllm_kvmap.calibrate.run import calibrate
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.decode.generate import generate
 from trtllm_kvmap.decode.prefill import prefill
-from trtllm_kvmap.decode.session import Session
+from trtllm_kvmap.decode.session.session import Session
 from trtllm_kvmap.fit import FitConfig, fit
 from trtllm_kvmap.inject.hf_cache import view_pool
 from trtllm_kvmap.models import load_model

@@ -5,9 +5,9 @@ python examples/11_routing.py [--validate]
 
 import sys
 
-from trtllm_kvmap.decode.routing import Situation, route
-from trtllm_kvmap.decode.speeds import Speeds, Timing, bytes_per_token
-from trtllm_kvmap.decode.vouched import RoutingPolicy
+from trtllm_kvmap.decode.routing.routing import Situation, route
+from trtllm_kvmap.decode.routing.speeds import Speeds, Timing, bytes_per_token
+from trtllm_kvmap.decode.routing.vouched import RoutingPolicy
 from trtllm_kvmap.models import read_spec
 from trtllm_kvmap.tiny import model_folder
 

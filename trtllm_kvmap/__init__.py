@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from trtllm_kvmap.calibrate.config import CalibrationConfig as CalibrationConfig
     from trtllm_kvmap.decode.bridge import Handoff as Handoff
     from trtllm_kvmap.decode.bridge import KvBridge as KvBridge
-    from trtllm_kvmap.decode.draft_length import DraftLength as DraftLength
     from trtllm_kvmap.decode.generate import generate as generate
-    from trtllm_kvmap.decode.guard import Guard as Guard
-    from trtllm_kvmap.decode.guarded import hand_over_guarded as hand_over_guarded
-    from trtllm_kvmap.decode.mirror import Mirror as Mirror
+    from trtllm_kvmap.decode.guard.guard import Guard as Guard
+    from trtllm_kvmap.decode.guard.guarded import hand_over_guarded as hand_over_guarded
     from trtllm_kvmap.decode.prefill import prefill as prefill
     from trtllm_kvmap.decode.select_tokens import rank_by_attention as rank_by_attention
-    from trtllm_kvmap.decode.session import Session as Session
-    from trtllm_kvmap.decode.session_file import load_session as load_session
-    from trtllm_kvmap.decode.session_file import save_session as save_session
-    from trtllm_kvmap.decode.speculate import speculate as speculate
+    from trtllm_kvmap.decode.session.mirror import Mirror as Mirror
+    from trtllm_kvmap.decode.session.session import Session as Session
+    from trtllm_kvmap.decode.session.session_file import load_session as load_session
+    from trtllm_kvmap.decode.session.session_file import save_session as save_session
+    from trtllm_kvmap.decode.speculation.draft_length import DraftLength as DraftLength
+    from trtllm_kvmap.decode.speculation.speculate import speculate as speculate
     from trtllm_kvmap.errors import KvMapError as KvMapError
     from trtllm_kvmap.fit.config import FitConfig as FitConfig
     from trtllm_kvmap.mapper.backends import make_mapper as make_mapper

@@ -17,10 +17,10 @@ from served import CONFIG, Served
 from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.decode.generate import generate
-from trtllm_kvmap.decode.guard import Guard
+from trtllm_kvmap.decode.guard.guard import Guard
+from trtllm_kvmap.decode.guard.signals import measure_signals
 from trtllm_kvmap.decode.prefill import prefill
-from trtllm_kvmap.decode.signals import measure_signals
-from trtllm_kvmap.decode.speeds import Speeds, Timing
+from trtllm_kvmap.decode.routing.speeds import Speeds, Timing
 from trtllm_kvmap.models import load_model
 from trtllm_kvmap.serve.settings import SPEEDS
 from trtllm_kvmap.spec.plan import plan_handoff

@@ -8,9 +8,9 @@ import pytest
 import torch
 from goodness import require_distribution
 
-from trtllm_kvmap.decode.accept import accept_greedy, accept_sampled
 from trtllm_kvmap.decode.generate import generate
 from trtllm_kvmap.decode.sampling import choose, distribution
+from trtllm_kvmap.decode.speculation.accept import accept_greedy, accept_sampled
 from trtllm_kvmap.errors import InputError
 
 

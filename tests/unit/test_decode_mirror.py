@@ -12,8 +12,8 @@ from handmade_maps import copy_map, own_layer_map, random_map
 from trtllm_kvmap.artifact.native import SinkEntry
 from trtllm_kvmap.decode.bridge import KvBridge, complete
 from trtllm_kvmap.decode.generate import generate
-from trtllm_kvmap.decode.mirror import Mirror
 from trtllm_kvmap.decode.prefill import prefill
+from trtllm_kvmap.decode.session.mirror import Mirror
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.inject.hf_cache import HfCache, fork, make_cache, view_pool
 from trtllm_kvmap.models import LoadedModel

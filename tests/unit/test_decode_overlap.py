@@ -12,9 +12,9 @@ from caches import random_tokens, stacked
 from handmade_maps import random_map
 
 from trtllm_kvmap.decode.bridge import KvBridge
-from trtllm_kvmap.decode.mirror import Mirror
-from trtllm_kvmap.decode.overlap import read_mirrored
 from trtllm_kvmap.decode.prefill import prefill
+from trtllm_kvmap.decode.session.mirror import Mirror
+from trtllm_kvmap.decode.session.overlap import read_mirrored
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.spec.plan import plan_handoff
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.decode.prefill import prefill
-from trtllm_kvmap.decode.prefix import common_prefix, plan_shared_prefix
+from trtllm_kvmap.decode.session.prefix import common_prefix, plan_shared_prefix
 from trtllm_kvmap.inject.hf_cache import view_pool
 
 SHORT_LISTS = st.lists(st.integers(0, 2), max_size=6)

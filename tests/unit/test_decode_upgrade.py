@@ -11,9 +11,9 @@ from handmade_maps import random_map
 
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.decode.generate import generate
-from trtllm_kvmap.decode.held import Held, after_handoff
 from trtllm_kvmap.decode.prefill import prefill
-from trtllm_kvmap.decode.upgrade import Upgraded, first_disagreement, upgrade_chunk
+from trtllm_kvmap.decode.session.held import Held, after_handoff
+from trtllm_kvmap.decode.session.upgrade import Upgraded, first_disagreement, upgrade_chunk
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.inject.hf_cache import HfCache, fork, written_lengths
 from trtllm_kvmap.models import LoadedModel

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trtllm_kvmap.decode.draft_length import DraftLength
+from trtllm_kvmap.decode.speculation.draft_length import DraftLength
 from trtllm_kvmap.errors import InputError
 
 

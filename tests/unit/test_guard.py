@@ -17,11 +17,11 @@ from handmade_maps import copy_map, random_map
 
 from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.decode.bridge import KvBridge
-from trtllm_kvmap.decode.guard import Guard
-from trtllm_kvmap.decode.guarded import hand_over_guarded, hop_guard
+from trtllm_kvmap.decode.guard.guard import Guard
+from trtllm_kvmap.decode.guard.guarded import hand_over_guarded, hop_guard
+from trtllm_kvmap.decode.guard.signals import WINDOW, Signals, measure_signals
 from trtllm_kvmap.decode.prefill import prefill
-from trtllm_kvmap.decode.session import Session
-from trtllm_kvmap.decode.signals import WINDOW, Signals, measure_signals
+from trtllm_kvmap.decode.session.session import Session
 from trtllm_kvmap.errors import FormatError, InputError, MismatchError, UnavailableError
 from trtllm_kvmap.evaluate.damage import damaged_maps, with_neighbour, with_noise, with_order
 from trtllm_kvmap.evaluate.guard import (

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from trtllm_kvmap.decode.prefill import prefill
-from trtllm_kvmap.decode.ragged import RaggedRows
+from trtllm_kvmap.decode.speculation.ragged import RaggedRows
 from trtllm_kvmap.inject.hf_cache import (
     Pass,
     fork,

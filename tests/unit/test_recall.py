@@ -15,10 +15,9 @@ from caches import random_tokens, stacked
 from handmade_maps import copy_map, random_map
 
 from trtllm_kvmap.decode.bridge import KvBridge
-from trtllm_kvmap.decode.guard import Guard
-from trtllm_kvmap.decode.guarded import hand_over_guarded
-from trtllm_kvmap.decode.prefill import prefill, token_losses
-from trtllm_kvmap.decode.recall import (
+from trtllm_kvmap.decode.guard.guard import Guard
+from trtllm_kvmap.decode.guard.guarded import hand_over_guarded
+from trtllm_kvmap.decode.guard.recall import (
     ASKED,
     DOUBT,
     GAIN,
@@ -30,8 +29,9 @@ from trtllm_kvmap.decode.recall import (
     losses_again,
     shortfall,
 )
+from trtllm_kvmap.decode.guard.signals import Signals, measure_signals
+from trtllm_kvmap.decode.prefill import prefill, token_losses
 from trtllm_kvmap.decode.select_tokens import rank_by_attention
-from trtllm_kvmap.decode.signals import Signals, measure_signals
 from trtllm_kvmap.errors import FormatError
 from trtllm_kvmap.inject.hf_cache import HfCache, fork
 from trtllm_kvmap.models import LoadedModel, load_model

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trtllm_kvmap.decode.routing import Route, Situation, route
-from trtllm_kvmap.decode.speeds import Speeds, Timing, bytes_per_token
-from trtllm_kvmap.decode.vouched import RoutingPolicy
+from trtllm_kvmap.decode.routing.routing import Route, Situation, route
+from trtllm_kvmap.decode.routing.speeds import Speeds, Timing, bytes_per_token
+from trtllm_kvmap.decode.routing.vouched import RoutingPolicy
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.evaluate.accounting import Compute, Phases, compute_of, saving
 from trtllm_kvmap.spec.model import ModelSpec

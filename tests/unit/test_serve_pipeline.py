@@ -18,9 +18,9 @@ from transformers import AutoTokenizer
 from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.decode.generate import generate
-from trtllm_kvmap.decode.guard import Guard
+from trtllm_kvmap.decode.guard.guard import Guard
 from trtllm_kvmap.decode.prefill import prefill
-from trtllm_kvmap.decode.speeds import Speeds, Timing
+from trtllm_kvmap.decode.routing.speeds import Speeds, Timing
 from trtllm_kvmap.errors import FormatError, InputError, UnavailableError
 from trtllm_kvmap.models import LoadedModel
 from trtllm_kvmap.serve.map_header import MapHeader

@@ -16,7 +16,7 @@ from test_routing import SPEEDS, evidence
 from typer.testing import CliRunner
 
 from trtllm_kvmap.cli import app
-from trtllm_kvmap.decode.speeds import Speeds
+from trtllm_kvmap.decode.routing.speeds import Speeds
 from trtllm_kvmap.errors import InputError, KvMapError, MismatchError, UnprovenError
 from trtllm_kvmap.inject import trtllm
 from trtllm_kvmap.inject.connector.config import ConnectorConfig

@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.decode.generate import generate
 from trtllm_kvmap.decode.prefill import prefill
-from trtllm_kvmap.decode.session import Session
+from trtllm_kvmap.decode.session.session import Session
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.inject.hf_cache import view_pool
 from trtllm_kvmap.models import LoadedModel

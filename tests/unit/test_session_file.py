@@ -13,8 +13,8 @@ from handmade_maps import random_map
 
 from trtllm_kvmap.artifact.container import read_container, write_container
 from trtllm_kvmap.decode.bridge import KvBridge
-from trtllm_kvmap.decode.session import Session
-from trtllm_kvmap.decode.session_file import KIND, load_session, save_session
+from trtllm_kvmap.decode.session.session import Session
+from trtllm_kvmap.decode.session.session_file import KIND, load_session, save_session
 from trtllm_kvmap.errors import FormatError, MismatchError
 from trtllm_kvmap.inject.hf_cache import recorded_passes
 

@@ -13,13 +13,13 @@ from handmade_maps import copy_map, random_map
 
 from trtllm_kvmap.decode.bridge import Handoff, KvBridge
 from trtllm_kvmap.decode.generate import generate
-from trtllm_kvmap.decode.guard import Guard
-from trtllm_kvmap.decode.guarded import hop_guard
+from trtllm_kvmap.decode.guard.guard import Guard
+from trtllm_kvmap.decode.guard.guarded import hop_guard
 from trtllm_kvmap.decode.hop import Verdict
 from trtllm_kvmap.decode.prefill import prefill
-from trtllm_kvmap.decode.session import Session
-from trtllm_kvmap.decode.session_file import save_session
-from trtllm_kvmap.decode.upgrade import Upgrade
+from trtllm_kvmap.decode.session.session import Session
+from trtllm_kvmap.decode.session.session_file import save_session
+from trtllm_kvmap.decode.session.upgrade import Upgrade
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.inject.hf_cache import HfCache, fork
 from trtllm_kvmap.models import LoadedModel

@@ -13,11 +13,11 @@ from random_models import available_architectures
 from streams import require_equal_streams
 
 from trtllm_kvmap.decode.bridge import KvBridge
-from trtllm_kvmap.decode.draft_length import DraftLength
 from trtllm_kvmap.decode.generate import generate
 from trtllm_kvmap.decode.prefill import prefill
 from trtllm_kvmap.decode.sampling import distribution
-from trtllm_kvmap.decode.speculate import Speculation, speculate
+from trtllm_kvmap.decode.speculation.draft_length import DraftLength
+from trtllm_kvmap.decode.speculation.speculate import Speculation, speculate
 from trtllm_kvmap.errors import InputError, MismatchError
 from trtllm_kvmap.inject.hf_cache import HfCache, fork, num_entries, view_pool, written_lengths
 from trtllm_kvmap.models import LoadedModel

@@ -20,11 +20,11 @@ from trtllm_kvmap.cli.flags import (
 )
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.decode.generate import generate as continue_from
-from trtllm_kvmap.decode.guard import Guard
-from trtllm_kvmap.decode.guarded import Guarded, hand_over_guarded
+from trtllm_kvmap.decode.guard.guard import Guard
+from trtllm_kvmap.decode.guard.guarded import Guarded, hand_over_guarded
 from trtllm_kvmap.decode.prefill import prefill
 from trtllm_kvmap.decode.select_tokens import rank_by_attention
-from trtllm_kvmap.decode.speculate import speculate
+from trtllm_kvmap.decode.speculation.speculate import speculate
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.models import load_model
 from trtllm_kvmap.spec.plan import plan_handoff

@@ -14,9 +14,9 @@ from trtllm_kvmap.artifact.whole import require_writable
 from trtllm_kvmap.cli.app import console, verb, write_json
 from trtllm_kvmap.cli.flags import JsonOption, KvMapArgument
 from trtllm_kvmap.decode.bridge import KvBridge
-from trtllm_kvmap.decode.routing import Choice, Route, Situation, route
-from trtllm_kvmap.decode.speeds import Speeds, bytes_per_token
-from trtllm_kvmap.decode.vouched import RoutingPolicy
+from trtllm_kvmap.decode.routing.routing import Choice, Route, Situation, route
+from trtllm_kvmap.decode.routing.speeds import Speeds, bytes_per_token
+from trtllm_kvmap.decode.routing.vouched import RoutingPolicy
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.evaluate.accounting import Compute, Phases, compute_of
 from trtllm_kvmap.evaluate.measure_speeds import measure_speeds

@@ -9,7 +9,7 @@ import typer
 
 from trtllm_kvmap.cli.app import console, verb
 from trtllm_kvmap.cli.flags import SourceOption, TargetOption, UnprovenOption, config_flags
-from trtllm_kvmap.decode.speeds import Speeds
+from trtllm_kvmap.decode.routing.speeds import Speeds
 from trtllm_kvmap.serve.repository import LANES, write_repository
 from trtllm_kvmap.serve.settings import ServeConfig
 

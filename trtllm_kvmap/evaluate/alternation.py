@@ -20,7 +20,7 @@ from rich.text import Text
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.decode.generate import generate
 from trtllm_kvmap.decode.prefill import prefill
-from trtllm_kvmap.decode.session import Session
+from trtllm_kvmap.decode.session.session import Session
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.evaluate.bootstrap import draw, figure
 from trtllm_kvmap.evaluate.run import DRAWING_SEED

@@ -11,9 +11,9 @@ import numpy as np
 
 from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.decode.bridge import KvBridge
-from trtllm_kvmap.decode.guard import Guard
+from trtllm_kvmap.decode.guard.guard import Guard
+from trtllm_kvmap.decode.guard.signals import WINDOW, Signals, measure_signals
 from trtllm_kvmap.decode.select_tokens import rank_by_attention
-from trtllm_kvmap.decode.signals import WINDOW, Signals, measure_signals
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.evaluate.damage import damaged_maps
 from trtllm_kvmap.evaluate.probe import Ready

@@ -11,7 +11,7 @@ import torch
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.decode.generate import generate
 from trtllm_kvmap.decode.prefill import prefill
-from trtllm_kvmap.decode.speeds import Speeds, Timing
+from trtllm_kvmap.decode.routing.speeds import Speeds, Timing
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.inject.hf_cache import HfCache, fork
 from trtllm_kvmap.models import LoadedModel

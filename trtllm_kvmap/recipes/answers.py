@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 
 from trtllm_kvmap.decode.bridge import KvBridge
-from trtllm_kvmap.decode.draft_length import DraftLength
 from trtllm_kvmap.decode.generate import generate
 from trtllm_kvmap.decode.prefill import prefill
-from trtllm_kvmap.decode.speculate import Speculation, speculate
+from trtllm_kvmap.decode.speculation.draft_length import DraftLength
+from trtllm_kvmap.decode.speculation.speculate import Speculation, speculate
 from trtllm_kvmap.evaluate.run import EvaluationConfig
 from trtllm_kvmap.models import LoadedModel
 from trtllm_kvmap.recipes.outcome import Row

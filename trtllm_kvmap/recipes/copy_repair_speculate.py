@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trtllm_kvmap.decode.bridge import KvBridge
-from trtllm_kvmap.decode.draft_length import DraftLength
+from trtllm_kvmap.decode.speculation.draft_length import DraftLength
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.evaluate.arms import REPAIR_WINDOWS, mapped_arm
 from trtllm_kvmap.fit import FitConfig, fit

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from trtllm_kvmap.decode.signals import judged_tokens
+from trtllm_kvmap.decode.guard.signals import judged_tokens
 from trtllm_kvmap.errors import InputError, KvMapError
 from trtllm_kvmap.models import tokenise
 from trtllm_kvmap.serve.outcome import Outcome

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from trtllm_kvmap.decode.routing import Situation, break_even, route
-from trtllm_kvmap.decode.speeds import Speeds, bytes_per_token
+from trtllm_kvmap.decode.routing.routing import Situation, break_even, route
+from trtllm_kvmap.decode.routing.speeds import Speeds, bytes_per_token
 from trtllm_kvmap.serve.map_header import MapHeader
 from trtllm_kvmap.serve.outcome import Outcome
 from trtllm_kvmap.serve.request import CompletionRequest

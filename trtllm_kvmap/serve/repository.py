@@ -10,8 +10,8 @@ from pathlib import Path
 
 from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.artifact.whole import require_writable
-from trtllm_kvmap.decode.speeds import Speeds
-from trtllm_kvmap.decode.vouched import RoutingPolicy, objection_to
+from trtllm_kvmap.decode.routing.speeds import Speeds
+from trtllm_kvmap.decode.routing.vouched import RoutingPolicy, objection_to
 from trtllm_kvmap.errors import InputError, MismatchError
 from trtllm_kvmap.models import describe_model
 from trtllm_kvmap.serve.lanes.hf import hf_files

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from trtllm_kvmap.decode.speeds import Speeds
+from trtllm_kvmap.decode.routing.speeds import Speeds
 
 SPEEDS = "speeds.json"  # in the folder of a pipeline model: requests are routed by it
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from trtllm_kvmap.decode.prefill import prefill, token_losses
-from trtllm_kvmap.decode.prefix import common_prefix
+from trtllm_kvmap.decode.session.prefix import common_prefix
 from trtllm_kvmap.inject.hf_cache import (
     HfCache,
     empty_cache,

@@ -14,8 +14,8 @@ import torch
 from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.decode.bridge import Handoff, KvBridge
 from trtllm_kvmap.decode.generate import stream_tokens
-from trtllm_kvmap.decode.guard import Guard
-from trtllm_kvmap.decode.guarded import Guarded, hand_over_guarded
+from trtllm_kvmap.decode.guard.guard import Guard
+from trtllm_kvmap.decode.guard.guarded import Guarded, hand_over_guarded
 from trtllm_kvmap.decode.prefill import prefill
 from trtllm_kvmap.errors import InputError, KvMapError, MismatchError, NumericsError, UnprovenError
 from trtllm_kvmap.inject.hf_cache import (

@@ -12,7 +12,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from trtllm_kvmap.decode.speeds import Speeds
+from trtllm_kvmap.decode.routing.speeds import Speeds
 from trtllm_kvmap.errors import KvMapError, UnavailableError
 from trtllm_kvmap.models import load_tokenizer, read_spec
 from trtllm_kvmap.serve.map_header import MapHeader

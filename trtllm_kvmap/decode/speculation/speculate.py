@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import torch
 
-from trtllm_kvmap.decode.accept import accept_greedy, accept_sampled
-from trtllm_kvmap.decode.draft_admission import require_steady, shared_mask
-from trtllm_kvmap.decode.draft_length import DraftLength
-from trtllm_kvmap.decode.drafted_row import DraftedRow
-from trtllm_kvmap.decode.propose import Block, propose
-from trtllm_kvmap.decode.ragged import RaggedRows
 from trtllm_kvmap.decode.sampling import choose, distribution, require_temperature
+from trtllm_kvmap.decode.speculation.accept import accept_greedy, accept_sampled
+from trtllm_kvmap.decode.speculation.draft_admission import require_steady, shared_mask
+from trtllm_kvmap.decode.speculation.draft_length import DraftLength
+from trtllm_kvmap.decode.speculation.drafted_row import DraftedRow
+from trtllm_kvmap.decode.speculation.propose import Block, propose
+from trtllm_kvmap.decode.speculation.ragged import RaggedRows
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.inject.hf_cache import HfCache
 from trtllm_kvmap.models import LoadedModel

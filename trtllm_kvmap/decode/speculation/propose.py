@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from trtllm_kvmap.decode.ragged import RaggedRows
 from trtllm_kvmap.decode.sampling import distribution, draw
+from trtllm_kvmap.decode.speculation.ragged import RaggedRows
 
 
 @dataclass(slots=True)

@@ -8,14 +8,14 @@ import torch
 
 from trtllm_kvmap.decode.bridge import Handoff, KvBridge
 from trtllm_kvmap.decode.generate import generate
-from trtllm_kvmap.decode.held import Held
 from trtllm_kvmap.decode.hop import Hop, HopGuard
-from trtllm_kvmap.decode.mirror import Mirror
 from trtllm_kvmap.decode.prefill import prefill
 from trtllm_kvmap.decode.prompt import require_room
-from trtllm_kvmap.decode.speculate import speculate
-from trtllm_kvmap.decode.switch import carry_over, read_over
-from trtllm_kvmap.decode.upgrade import Upgrade, first_disagreement, upgrade_chunk
+from trtllm_kvmap.decode.session.held import Held
+from trtllm_kvmap.decode.session.mirror import Mirror
+from trtllm_kvmap.decode.session.switch import carry_over, read_over
+from trtllm_kvmap.decode.session.upgrade import Upgrade, first_disagreement, upgrade_chunk
+from trtllm_kvmap.decode.speculation.speculate import speculate
 from trtllm_kvmap.errors import InputError, KvMapError
 from trtllm_kvmap.inject.hf_cache import HfCache, empty_cache, fork
 from trtllm_kvmap.models import LoadedModel

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from trtllm_kvmap.decode.mirror import Mirror
 from trtllm_kvmap.decode.prefill import prefill
+from trtllm_kvmap.decode.session.mirror import Mirror
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.inject.hf_cache import HfCache, empty_cache, fork, num_entries
 from trtllm_kvmap.models import LoadedModel

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trtllm_kvmap.decode.bridge import Handoff, KvBridge
-from trtllm_kvmap.decode.held import Held, after_handoff
+from trtllm_kvmap.decode.guard.signals import WINDOW
 from trtllm_kvmap.decode.hop import HopGuard
-from trtllm_kvmap.decode.mirror import Mirror
-from trtllm_kvmap.decode.signals import WINDOW
+from trtllm_kvmap.decode.session.held import Held, after_handoff
+from trtllm_kvmap.decode.session.mirror import Mirror
 from trtllm_kvmap.spec.plan import HandoffPlan, plan_handoff
 
 

@@ -11,8 +11,8 @@ import torch
 from trtllm_kvmap.decode.admission import check_request
 from trtllm_kvmap.decode.bridge import Handoff, KvBridge, complete, stopwatch, timed
 from trtllm_kvmap.decode.first import add_first
-from trtllm_kvmap.decode.prefix import common_prefix
 from trtllm_kvmap.decode.prompt import Prompt
+from trtllm_kvmap.decode.session.prefix import common_prefix
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.inject.hf_cache import (
     HfCache,

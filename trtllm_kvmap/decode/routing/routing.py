@@ -13,8 +13,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from trtllm_kvmap.decode.speeds import Speeds
-from trtllm_kvmap.decode.vouched import Direction, RoutingPolicy, nothing_to_gain, objection_to
+from trtllm_kvmap.decode.routing.speeds import Speeds
+from trtllm_kvmap.decode.routing.vouched import (
+    Direction,
+    RoutingPolicy,
+    nothing_to_gain,
+    objection_to,
+)
 from trtllm_kvmap.errors import InputError
 
 Choice = Literal["map", "reprefill", "stay"]

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from trtllm_kvmap.decode.bridge import Handoff, KvBridge
+from trtllm_kvmap.decode.guard.recall import ask_source, shortfall
 from trtllm_kvmap.decode.prefill import prefill, token_losses
-from trtllm_kvmap.decode.recall import ask_source, shortfall
 from trtllm_kvmap.errors import InputError, UnavailableError
 from trtllm_kvmap.inject.hf_cache import (
     HfCache,

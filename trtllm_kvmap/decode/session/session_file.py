@@ -16,10 +16,10 @@ import torch
 from trtllm_kvmap.artifact.container import read_container, write_container
 from trtllm_kvmap.artifact.fingerprint import Fingerprint
 from trtllm_kvmap.decode.bridge import KvBridge
-from trtllm_kvmap.decode.held import Held
 from trtllm_kvmap.decode.hop import Hop, HopGuard, Outcome
 from trtllm_kvmap.decode.prompt import require_tokens
-from trtllm_kvmap.decode.session import Session
+from trtllm_kvmap.decode.session.held import Held
+from trtllm_kvmap.decode.session.session import Session
 from trtllm_kvmap.errors import FormatError, InputError, MismatchError
 from trtllm_kvmap.inject.hf_cache import (
     Pass,

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from trtllm_kvmap.decode.guard.signals import Signals
 from trtllm_kvmap.decode.hop import Verdict
-from trtllm_kvmap.decode.signals import Signals
 from trtllm_kvmap.errors import FormatError, MismatchError
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from trtllm_kvmap.decode.bridge import Handoff, KvBridge
-from trtllm_kvmap.decode.guard import Guard
+from trtllm_kvmap.decode.guard.guard import Guard
+from trtllm_kvmap.decode.guard.signals import WINDOW, Signals, measure_signals
 from trtllm_kvmap.decode.hop import HopGuard, Outcome, Verdict
-from trtllm_kvmap.decode.signals import WINDOW, Signals, measure_signals
 from trtllm_kvmap.inject.hf_cache import HfCache
 from trtllm_kvmap.spec.plan import HandoffPlan, plan_handoff
 

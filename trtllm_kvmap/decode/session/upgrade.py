@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from trtllm_kvmap.decode.held import Held, beyond
 from trtllm_kvmap.decode.prefill import prefill
+from trtllm_kvmap.decode.session.held import Held, beyond
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.inject.hf_cache import fork, join, num_entries
 from trtllm_kvmap.models import LoadedModel

@@ -1,0 +1,1 @@
+"""One conversation over several models: who has read what, and how exactly."""
