@@ -108,7 +108,7 @@ def test_only_the_repair_is_left_and_nothing_is_copied(
         given.append(fork(cache))
         return complete(target, prompt, plan, cache, *rest)
 
-    monkeypatch.setattr("trtllm_kvmap.decode.mirror.complete", seen)
+    monkeypatch.setattr("trtllm_kvmap.decode.session.mirror.complete", seen)
     mapped.clear()
     before = mirror.entries
     mirror.hand_over(cache, ids, plan_handoff(140, repair_window=32))
@@ -129,7 +129,7 @@ def test_room_grows_by_doubling(random_model: Callable, monkeypatch: pytest.Monk
         made.append(entries)
         return make_cache(spec, entries, **rest)
 
-    monkeypatch.setattr("trtllm_kvmap.decode.mirror.make_cache", make)
+    monkeypatch.setattr("trtllm_kvmap.decode.session.mirror.make_cache", make)
     read_along(source, random_tokens(140), Mirror(bridge, tokens_per_block=4), prompt=10)
     assert made == [8, 16, 32, 64, 128, 256]
 

@@ -149,7 +149,7 @@ def test_an_interrupted_reply_leaves_no_trace_in_the_standby(
         return generate(*args, **kwargs)
 
     calls: list[int] = []
-    monkeypatch.setattr("trtllm_kvmap.decode.session.generate", interrupted)
+    monkeypatch.setattr("trtllm_kvmap.decode.session.session.generate", interrupted)
     with pytest.raises(KeyboardInterrupt):
         session.generate(40)
     monkeypatch.undo()
