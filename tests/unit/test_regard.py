@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -83,6 +84,29 @@ def test_the_model_is_left_as_it_was(random_model: Callable[..., LoadedModel]) -
     with attention_given(loaded) as given:
         prefill(other, [5, 9, 2])
     assert not given, "another model's attention is not this one's"
+
+
+def test_two_threads_take_turns(pair: tuple[LoadedModel, LoadedModel]) -> None:
+    """The table of attention functions is the process's: a second thread that came in between would
+    lose its place there when the first one leaves.
+    """
+    entered, left, counts = threading.Event(), threading.Event(), []
+
+    def other() -> None:
+        with attention_given(pair[1]) as given:
+            entered.set()
+            left.wait(5)
+            prefill(pair[1], [5, 9, 2])
+            counts.append(len(given))
+
+    thread = threading.Thread(target=other)
+    with attention_given(pair[0]) as given:
+        thread.start()
+        assert not entered.wait(0.2)
+        prefill(pair[0], [5, 9, 2])
+    left.set()
+    thread.join()
+    assert [len(given), *counts] == [2, 2]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ are read: after k-norm and bias, whatever the architecture, and without a hook i
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ from trtllm_kvmap.models import LoadedModel
 from trtllm_kvmap.rotary import remove_rope
 
 HeldCache = DynamicCache  # for those who may not name transformers
+
+# transformers' table of attention functions belongs to the process: one changes it at a time.
+ATTENTION_TABLE = threading.Lock()
 
 # Token ids a batch when the token table is made: enough for full speed, small beside the model.
 TABLE_BATCH = 2048
@@ -110,25 +114,27 @@ class Attention:
 def attention_given(loaded: LoadedModel) -> Iterator[list[Attention]]:
     """Collects, layer by layer, what attention is given while the block runs ``loaded`` on one
     sequence. Queries are taken where every architecture hands them over, after norm and rotation.
+    Blocks of several threads take turns; one inside another would wait for ever.
     """
     given: list[Attention] = []
     model: Any = loaded.model
     own = set(model.modules())
-    usual, attend = model.config._attn_implementation, ALL_ATTENTION_FUNCTIONS["sdpa"]
+    with ATTENTION_TABLE:
+        usual, attend = model.config._attn_implementation, ALL_ATTENTION_FUNCTIONS["sdpa"]
 
-    def noted(module: Any, *tensors: torch.Tensor, **more: Any) -> Any:
-        if module in own:  # another model may run in another thread
-            query, key, value = (tensor[0].detach() for tensor in tensors[:3])
-            given.append(Attention(query, key, value, more["scaling"]))
-        return attend(module, *tensors, **more)
+        def noted(module: Any, *tensors: torch.Tensor, **more: Any) -> Any:
+            if module in own:  # another model may run in another thread
+                query, key, value = (tensor[0].detach() for tensor in tensors[:3])
+                given.append(Attention(query, key, value, more["scaling"]))
+            return attend(module, *tensors, **more)
 
-    model.set_attn_implementation("sdpa")  # eager attention is no entry of the table
-    ALL_ATTENTION_FUNCTIONS["sdpa"] = noted
-    try:
-        yield given
-    finally:
-        del ALL_ATTENTION_FUNCTIONS["sdpa"]  # type: ignore[no-untyped-call]
-        model.set_attn_implementation(usual)
+        model.set_attn_implementation("sdpa")  # eager attention is no entry of the table
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = noted
+        try:
+            yield given
+        finally:
+            del ALL_ATTENTION_FUNCTIONS["sdpa"]  # type: ignore[no-untyped-call]
+            model.set_attn_implementation(usual)
 
 
 def output_projection(loaded: LoadedModel, layer: int) -> torch.Tensor:
