@@ -18,6 +18,7 @@ from trtllm_kvmap.evaluate.probe import Answers, Script
 from trtllm_kvmap.evaluate.score import score
 from trtllm_kvmap.evaluate.tasks.items import Item, Question
 from trtllm_kvmap.evaluate.tasks.named import TaskConfig, named_task, read_items
+from trtllm_kvmap.evaluate.tasks.records import read_records
 
 HELLASWAG = {
     "activity_label": "Baking",
@@ -199,6 +200,15 @@ def test_a_json_file_is_a_list_or_has_one_under_data(tmp_path: Path) -> None:
     (tmp_path / "arc.json").write_text(json.dumps([ARC])[:-1])
     with pytest.raises(InputError, match="is not JSON"):
         items_of(tmp_path, "arc", name="arc.json")
+
+
+@pytest.mark.parametrize("name", ["arc.json", "arc.jsonl"])
+@pytest.mark.parametrize("text", ['{"question": ' + "1" * 5000 + "}", "[" * 200_000])
+def test_json_that_python_gives_up_on_is_refused(tmp_path: Path, name: str, text: str) -> None:
+    """Integers of thousands of digits, and brackets without end."""
+    (tmp_path / name).write_text(text)
+    with pytest.raises(InputError, match=f"{name}.* is not JSON"):
+        list(read_records("arc", str(tmp_path / name)))
 
 
 @pytest.mark.parametrize(

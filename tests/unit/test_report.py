@@ -177,13 +177,14 @@ def test_a_report_is_written_and_read(report: Report, tmp_path: Path) -> None:
     report.save(path)
     assert json.loads(path.read_text()) == report.to_json()
     assert Report.load(path) == report
-    path.write_text(path.read_text()[:-100])
-    with pytest.raises(FormatError, match="cannot be read"):
-        Report.load(path)
+    for text in (path.read_text()[:-100], "[" * 200_000):
+        path.write_text(text)
+        with pytest.raises(FormatError, match=r"report.json cannot be read"):
+            Report.load(path)
     with pytest.raises(FormatError, match="cannot be read"):
         Report.load(tmp_path / "absent.json")
     path.write_text(json.dumps({**report.to_json(), "more": 1}))
-    with pytest.raises(FormatError, match="exactly the entries"):
+    with pytest.raises(FormatError, match=r"report.json is not a report: .* exactly the entries"):
         Report.load(path)
     older = written_report().to_json()
     del older["diagnosis"]
@@ -276,11 +277,12 @@ def test_what_is_no_diagnosis_is_refused(tmp_path: Path) -> None:
         {**content, "config": []},
     ):
         path.write_text(json.dumps(spoilt))
-        with pytest.raises(FormatError, match="not a diagnosis"):
+        with pytest.raises(FormatError, match=r"diagnosis.json is not a diagnosis"):
             Diagnosis.load(path)
-    path.write_text("{")
-    with pytest.raises(FormatError, match="cannot be read"):
-        Diagnosis.load(path)
+    for text in ("{", "[" * 200_000):
+        path.write_text(text)
+        with pytest.raises(FormatError, match=r"diagnosis.json cannot be read"):
+            Diagnosis.load(path)
 
 
 def test_no_minus_stands_before_a_zero() -> None:

@@ -90,9 +90,9 @@ class Diagnosis:
         }
 
     @staticmethod
-    def from_json(entry: Any) -> Diagnosis:
-        """The inverse of to_json, also after a round through JSON text. Raises FormatError for
-        anything else.
+    def from_json(entry: Any, name: str = "This") -> Diagnosis:
+        """The inverse of to_json, also after a round through JSON text. Raises FormatError, which
+        begins with ``name``, for other entries than a diagnosis has.
         """
         rows = {"interventions": Intervention, "tokens": TokenError, "lengths": LengthRow}
         try:
@@ -100,7 +100,8 @@ class Diagnosis:
             return Diagnosis(**{**entry, **made, "config": dict(**entry["config"])})
         except (LookupError, TypeError, AttributeError) as error:
             raise FormatError(
-                f"This is not a diagnosis ({error!r}). Write it again with `trtllm-kvmap diagnose`."
+                f"{name} is not a diagnosis ({error!r}). Write it again with `trtllm-kvmap "
+                f"diagnose`."
             ) from error
 
     @staticmethod
@@ -108,9 +109,12 @@ class Diagnosis:
         """Raises FormatError when there is no diagnosis at ``path``."""
         try:
             entry = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise FormatError(f"{path} cannot be read as a diagnosis ({error}).") from error
-        return Diagnosis.from_json(entry)
+        except (OSError, ValueError, RecursionError) as error:
+            raise FormatError(
+                f"{path} cannot be read as a diagnosis ({error}). Give what `trtllm-kvmap diagnose "
+                f"--json` wrote."
+            ) from error
+        return Diagnosis.from_json(entry, str(path))
 
 
 _TITLES = {

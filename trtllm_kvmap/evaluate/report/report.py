@@ -53,14 +53,16 @@ class Report:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     @staticmethod
-    def from_json(entry: Any) -> Report:
-        """Raises FormatError for JSON that is no report of this version."""
+    def from_json(entry: Any, name: str = "This") -> Report:
+        """Raises FormatError, which begins with ``name``, for JSON that is no report of this
+        version.
+        """
         names = {f.name for f in fields(Report)}
         if not isinstance(entry, dict) or {"diagnosis", *entry} != names:
             raise FormatError(
-                f"This is not a report: it needs exactly the entries {', '.join(sorted(names))} "
-                f"(diagnosis may be missing). "
-                f"Write it again with `trtllm-kvmap evaluate`."
+                f"{name} is not a report: it needs exactly the entries "
+                f"{', '.join(sorted(names))} (diagnosis may be missing). Write it again with "
+                f"`trtllm-kvmap evaluate`."
             )
         return Report(**entry)
 
@@ -85,9 +87,13 @@ class Report:
     def load(path: str | Path) -> Report:
         """Raises FormatError when there is no report at ``path``."""
         try:
-            return Report.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
-        except (OSError, ValueError) as error:
-            raise FormatError(f"{path} cannot be read as a report ({error}).") from error
+            entry = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise FormatError(
+                f"{path} cannot be read as a report ({error}). Give what `trtllm-kvmap evaluate "
+                f"--json` wrote."
+            ) from error
+        return Report.from_json(entry, str(path))
 
 
 def evidence(report: Report) -> dict[str, Any]:

@@ -110,8 +110,8 @@ def _document(data: str, text: str) -> Any:
     """What the whole of ``text`` says; None when its first line already is a document."""
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data":
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, json.JSONDecodeError) and error.msg == "Extra data":
             return None
         raise InputError(f"{data} is not JSON ({error}).") from error
 
@@ -128,7 +128,7 @@ def _list(data: str, entries: Any) -> Iterator[Record]:
 def _parsed(data: str, line: str, number: int) -> Any:
     try:
         return json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{data}, line {number} is not JSON ({error}).") from error
 
 
