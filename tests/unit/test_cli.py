@@ -220,6 +220,11 @@ def test_diagnose_says_where_a_map_goes_wrong(work: dict[str, Any], tmp_path: Pa
     assert refused.exit_code == 2
     assert "of another" in refused.output
     assert not page.exists()
+    out.write_text(json.dumps({**found, "divergence": 5}))
+    refused = CliRunner().invoke(app, [str(a) for a in ("report", report, *told)])
+    assert refused.exit_code == 2
+    assert f"{report} or {out}" in refused.output.replace("\n", " ")
+    assert not page.exists()
 
 
 def test_alternate_lets_two_models_take_turns(work: dict[str, Any], tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import mmap
 import multiprocessing
 import os
 import sys
@@ -211,6 +213,21 @@ def test_the_target_cannot_write_into_the_source() -> None:
     reader = transport.open(offer_of(pool, transport), make_pool(5))
     with pytest.raises(ValueError, match="read-only"):
         reader._blocks[0] = 0
+
+
+def test_a_system_without_huge_pages_has_pools_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class SmallPages(mmap.mmap):
+        def madvise(self, *advice: int) -> None:
+            asked.append(advice)
+            raise OSError(errno.EINVAL, "Invalid argument")  # a kernel built without them
+
+    asked: list[tuple[int, ...]] = []
+    monkeypatch.setattr(mmap, "mmap", SmallPages)
+    pool = shared_pool()  # and a pool of this process alone, whose numbers it takes
+    assert asked == [(mmap.MADV_HUGEPAGE,)] * 2
+    assert torch.equal(pool.data, make_pool(NUM_BLOCKS).data)
 
 
 def test_memory_of_this_process_alone_is_not_exposed() -> None:

@@ -258,7 +258,11 @@ def test_a_guard_travels_in_the_map(bridge: KvBridge, tmp_path: Path) -> None:
     assert b'"guard"' not in bare.read_bytes(), "a map without one is written as it always was"
 
 
-@pytest.mark.parametrize("broken", [None, {}, {"weights": [1], "bias": 0, "limit": "x"}])
+WRITTEN = {"weights": [1], "bias": 0, "limit": 1, "measured": {}}
+NESTED = WRITTEN | {"recalling": WRITTEN | {"recalling": WRITTEN}}
+
+
+@pytest.mark.parametrize("broken", [None, {}, {**WRITTEN, "limit": "x"}, NESTED])
 def test_a_guard_that_cannot_be_read_is_refused(broken: object) -> None:
     with pytest.raises(FormatError, match="set it again with `trtllm-kvmap guard`"):
         Guard.from_json(broken)

@@ -5,6 +5,7 @@ device-seconds of a request.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,8 @@ def test_where_only_the_target_answers_it_reads_what_the_map_may_not() -> None:
         ({"held_out": "none"}, "no report that can be judged by (KeyError('config'))"),
         (evidence(gap_recovered=0.9), "no report that can be judged by (TypeError"),
         (evidence(config=evidence()["config"] | {"N": "32"}), "'32' is no number"),
+        (evidence(gap_recovered=figure(0.8, math.nan)), "nan is no number"),
+        (evidence(perplexity_ratio=figure(1.1, math.nan)), "nan is no number"),
         (evidence(gap_recovered=figure(0.05, 0.1)), "gap recovered (0.05, -0.05 to 0.15)"),
         (evidence(gap_recovered={"value": 0.9, "low": None, "high": None}), "no interval"),
         (evidence(perplexity_ratio=figure(1.2, 0.1)), "perplexity below 1.25"),

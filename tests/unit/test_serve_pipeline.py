@@ -386,6 +386,16 @@ def test_a_map_that_its_evidence_does_not_vouch_for_is_not_used(pair: Pair) -> N
     assert said.startswith("fallback_reprefill not_vouched: the map may not be used: its report")
 
 
+def test_speeds_of_another_repair_window_are_not_routed_by(pair: Pair, tmp_path: Path) -> None:
+    """The evidence is asked about the window of the speeds, so another one would pass unasked."""
+    route = routing(pair)
+    SPEEDS.save(tmp_path / "speeds.json")
+    loaded = Routed.load(tmp_path / "speeds.json", route.header, WINDOW, route.held)
+    assert loaded == route
+    with pytest.raises(InputError, match=f"window of {WINDOW} tokens.*hands over with 4"):
+        Routed.load(tmp_path / "speeds.json", route.header, 4, route.held)
+
+
 def test_a_source_that_cannot_be_asked_what_it_holds_has_failed(pair: Pair) -> None:
     def held(token_ids: list[int], owner: tuple[str, str]) -> int:
         raise UnavailableError("gone")

@@ -16,8 +16,9 @@ from test_routing import SPEEDS, evidence
 from typer.testing import CliRunner
 
 from trtllm_kvmap.cli import app
+from trtllm_kvmap.decode.guard.guard import Guard
 from trtllm_kvmap.decode.routing.speeds import Speeds
-from trtllm_kvmap.errors import InputError, KvMapError, MismatchError, UnprovenError
+from trtllm_kvmap.errors import FormatError, InputError, KvMapError, MismatchError, UnprovenError
 from trtllm_kvmap.inject import trtllm
 from trtllm_kvmap.inject.connector.config import ConnectorConfig
 from trtllm_kvmap.models import load_model
@@ -148,6 +149,27 @@ def test_speeds_go_into_the_pipelines(given: dict, tmp_path: Path) -> None:
         with pytest.raises(InputError, match=said):
             write_repository(tmp_path / "n", **asked, speeds=SPEEDS)
         assert not (tmp_path / "n").exists()
+
+
+def test_a_guard_must_be_able_to_judge_what_is_served(given: dict, tmp_path: Path) -> None:
+    """Else the server would take every hand-over back, or the map for unreadable."""
+    bare = random_map(load_model(given["source"]), load_model(given["target"]))
+    bare = bare.with_evidence({"made": "here"})
+    bare.with_guard(Guard((1.0, 0.0), 0.0, 1.0, {}).to_json()).save(tmp_path / "guarded")
+    bare.with_guard({"weights": "none"}).save(tmp_path / "damaged")
+    wrong: list[tuple[str, int, type[KvMapError], str]] = [
+        ("guarded", 1, InputError, "at least 2 repaired tokens.*repairs 1.*--repair-window"),
+        ("damaged", 8, FormatError, "guard in the map cannot be read"),
+    ]
+    for name, window, kind, said in wrong:
+        asked = {**given, "kvmap": tmp_path / name, "config": ServeConfig(repair_window=window)}
+        with pytest.raises(kind, match=said):
+            write_repository(tmp_path / "n", **asked)
+        assert not (tmp_path / "n").exists()
+    asked = {**given, "kvmap": tmp_path / "guarded"}
+    assert write_repository(tmp_path / "h", **asked, config=ServeConfig(repair_window=2))
+    few = ServeConfig(repair_window=1)
+    assert write_repository(tmp_path / "t", **asked, config=few, lane="trtllm"), "none judges there"
 
 
 @pytest.mark.parametrize("lane", LANES)

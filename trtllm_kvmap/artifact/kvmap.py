@@ -47,7 +47,7 @@ class KvMap:
 
     ``groups`` cover every (layer, field, head) of the target exactly once. ``fitted`` says how it
     was fitted and keeps the candidate table; ``evidence`` is the held-out report it earned (None:
-    unproven); ``guard`` is what decides whether a hand-over may stand (decode.guard.Guard; None: no
+    unproven); ``guard`` is what decides whether a hand-over may stand (decode.guard.guard; None: no
     guard was set). All three are JSON.
     """
 

@@ -39,8 +39,9 @@ def report(
         shown = table(loaded)
         written = render_report(loaded, html, markdown)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
+        files = report if diagnosis is None else f"{report} or {diagnosis}"
         raise FormatError(
-            f"{report} has the entries of a report but not their shapes ({error!r}). Write it "
+            f"{files} has the entries of a report but not their shapes ({error!r}). Write it "
             f"again with `trtllm-kvmap evaluate`."
         ) from error
     console.print(shown)

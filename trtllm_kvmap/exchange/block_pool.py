@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 
@@ -18,6 +19,13 @@ _HUGE_PAGE = 2 << 20
 def pool_bytes(layout: KvLayout, dtype: str) -> int:
     """Of all blocks of a pool together."""
     return layout.num_blocks * layout.block_stride * DTYPE_BYTES[dtype]
+
+
+def ask_huge_pages(room: mmap.mmap) -> None:
+    """Where the system has none, or will not give any, small ones do."""
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):
+            room.madvise(mmap.MADV_HUGEPAGE)
 
 
 class BlockPool:
@@ -70,8 +78,7 @@ class BlockPool:
         """
         size = pool_bytes(layout, dtype)
         room = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            room.madvise(mmap.MADV_HUGEPAGE)
+        ask_huge_pages(room)
         whole = torch.frombuffer(room, dtype=torch.uint8)
         aligned = -whole.data_ptr() % _HUGE_PAGE
         return BlockPool(layout, dtype, whole[aligned : aligned + size])

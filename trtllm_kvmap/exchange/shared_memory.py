@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from trtllm_kvmap.errors import MismatchError, UnavailableError
-from trtllm_kvmap.exchange.block_pool import BlockPool, pool_bytes
+from trtllm_kvmap.exchange.block_pool import BlockPool, ask_huge_pages, pool_bytes
 from trtllm_kvmap.exchange.checksum import copy_block
 from trtllm_kvmap.exchange.messages import Address, Offer
 from trtllm_kvmap.exchange.transport import TransferError
@@ -49,7 +49,7 @@ class SharedPool(BlockPool):
                 f"{size} bytes of shared memory cannot be had ({error}); that takes Linux and as "
                 f"much free memory. Use the transport nixl, or a smaller pool."
             ) from error
-        room.madvise(mmap.MADV_HUGEPAGE)
+        ask_huge_pages(room)
         super().__init__(layout, dtype, torch.frombuffer(room, dtype=torch.uint8))
         self.token = f"{os.getpid()}:{fd}:{name}".encode()
 

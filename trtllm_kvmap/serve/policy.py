@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from trtllm_kvmap.decode.routing.routing import Situation, break_even, route
 from trtllm_kvmap.decode.routing.speeds import Speeds, bytes_per_token
+from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.serve.map_header import MapHeader
 from trtllm_kvmap.serve.outcome import Outcome
 from trtllm_kvmap.serve.request import CompletionRequest
@@ -34,6 +36,18 @@ def source_reads(
     )
 
 
+def require_window(speeds: Speeds, repair_window: int) -> None:
+    """Raise InputError for speeds of another window: they tell other times, and the evidence would
+    be asked about a repair that is not made.
+    """
+    if speeds.repair_window != repair_window:
+        raise InputError(
+            f"The speeds were measured with a repair window of {speeds.repair_window} tokens, the "
+            f"repository hands over with {repair_window}. Write it with --repair-window "
+            f"{speeds.repair_window}, or measure again."
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Routed:
     """Read by the source where the map is sooner than the target's own reading (decode.routing) and
@@ -46,6 +60,20 @@ class Routed:
     speeds: Speeds
     header: MapHeader
     held: Callable[[list[int], Owner], int]
+
+    @staticmethod
+    def load(
+        path: str | Path,
+        header: MapHeader,
+        repair_window: int,
+        held: Callable[[list[int], Owner], int],
+    ) -> Routed:
+        """By the speeds in the file ``path``. Raises InputError when they cannot be read, or are
+        those of another ``repair_window`` than hand-overs here have.
+        """
+        speeds = Speeds.load(path)
+        require_window(speeds, repair_window)
+        return Routed(speeds, header, held)
 
     def __call__(
         self, request: CompletionRequest, token_ids: list[int], plan: HandoffPlan

@@ -7,15 +7,18 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.artifact.whole import require_writable
+from trtllm_kvmap.decode.guard.guard import Guard
 from trtllm_kvmap.decode.routing.speeds import Speeds
 from trtllm_kvmap.decode.routing.vouched import RoutingPolicy, objection_to
 from trtllm_kvmap.errors import InputError, MismatchError
 from trtllm_kvmap.models import describe_model
 from trtllm_kvmap.serve.lanes.hf import hf_files
 from trtllm_kvmap.serve.lanes.trtllm import trtllm_files
+from trtllm_kvmap.serve.policy import require_window
 from trtllm_kvmap.serve.settings import ServeConfig, Served
 
 # What each lane's repository consists of: path inside it -> text.
@@ -37,10 +40,10 @@ def write_repository(
 
     With measured ``speeds`` each request is routed by them (serve.policy.Routed).
 
-    Raises InputError for a lane or folder that cannot be, for speeds of another repair window or a
-    map that routing would never choose, and what KvMap.load raises. The map must
-    fit both models as far as that shows without their weights (MismatchError); the weights
-    themselves are compared when the server has loaded them.
+    Raises InputError for a lane or folder that cannot be, for speeds of another repair window, a
+    map that routing would never choose or a guard that could judge nothing, and what KvMap.load
+    raises. The map must fit both models as far as that shows without their weights (MismatchError);
+    the weights themselves are compared when the server has loaded them.
     """
     if lane not in LANES:
         raise InputError(f"There is no lane {lane!r}; there are {', '.join(LANES)}.")
@@ -48,6 +51,8 @@ def write_repository(
         raise InputError(f"{out} is not an empty folder; give the name of a new one.")
     loaded = KvMap.load(kvmap, allow_unproven=allow_unproven)
     require_described(loaded, source, target)
+    if loaded.guard is not None and lane == "hf":  # no other lane asks it
+        require_judging(loaded.guard, config)
     if speeds is not None:
         require_routable(loaded, speeds, config, lane)
     files = LANES[lane](
@@ -73,16 +78,24 @@ def write_repository(
     return [out / path for path in files]
 
 
+def require_judging(guard: Any, config: ServeConfig) -> None:
+    """Raise FormatError for a map's ``guard`` that cannot be read, and InputError when hand-overs
+    show it too little to judge.
+    """
+    Guard.from_json(guard)
+    if config.repair_window < 2:
+        raise InputError(
+            f"The map carries a guard, which judges a hand-over by at least 2 repaired tokens; the "
+            f"repository repairs {config.repair_window}, so none would stand. Give the "
+            f"--repair-window that the guard was set with."
+        )
+
+
 def require_routable(kvmap: KvMap, speeds: Speeds, config: ServeConfig, lane: str) -> None:
     """Raise InputError when requests cannot be routed by ``speeds``."""
     if lane != "hf":
         raise InputError(f"The lane {lane} routes no request; leave --speeds out.")
-    if speeds.repair_window != config.repair_window:
-        raise InputError(
-            f"The speeds were measured with a repair window of {speeds.repair_window} tokens, the "
-            f"repository hands over with {config.repair_window}. Give --repair-window "
-            f"{speeds.repair_window}, or measure again."
-        )
+    require_window(speeds, config.repair_window)
     objection = objection_to(kvmap.evidence, 1, config.repair_window, "up", RoutingPolicy())
     if objection:
         raise InputError(

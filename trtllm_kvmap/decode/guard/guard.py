@@ -60,6 +60,8 @@ class Guard:
             if strange := set(entry) - {field.name for field in fields(Guard)}:
                 raise ValueError(f"unknown: {', '.join(sorted(map(str, strange)))}")
             recalling = entry.get("recalling")
+            if recalling is not None and "recalling" in recalling:
+                raise ValueError("recalling holds another guard")
             return Guard(
                 weights=tuple(float(weight) for weight in entry["weights"]),
                 bias=float(entry["bias"]),

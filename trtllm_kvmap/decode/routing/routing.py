@@ -32,7 +32,7 @@ class Situation:
 
     ``up``: the target is wanted for what it says. ``down``: it is wanted because it says it sooner;
     None takes up when the target decodes more slowly. With ``mirrored`` the target's cache is
-    mapped already (decode.mirror) and a switch costs the repair. ``may_stay`` is False where only
+    mapped already (session.mirror) and a switch costs the repair. ``may_stay`` is False where only
     the target answers, so that staying is no choice.
     """
 

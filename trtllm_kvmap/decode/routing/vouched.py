@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -86,7 +87,7 @@ def _unreadable(evidence: Mapping[str, Any]) -> str:
         bounds = [figure[bound] for figure in figures for bound in ("value", "low", "high")]
         counts = [config["N"], config["context_tokens"]["longest"]]
         for number in (*counts, *(bound for bound in bounds if bound is not None)):
-            if not isinstance(number, (int, float)):
+            if not isinstance(number, (int, float)) or math.isnan(number):
                 raise TypeError(f"{number!r} is no number")
     except (LookupError, TypeError) as error:
         return repr(error)

@@ -85,10 +85,10 @@ class Session:
     ) -> list[int]:
         """The active model's greedy reply, token ids, appended to the conversation.
 
-        With ``draft``, the model of that name proposes blocks of it (decode.speculate) and has read
-        the reply too when it is done: after a switch, the model left behind, which has the prompt.
-        The reply is the same, near ties apart. Raises InputError for a draft that is not another
-        model of the conversation, or has no room.
+        With ``draft``, the model of that name proposes blocks of it (decode.speculation) and has
+        read the reply too when it is done: after a switch, the model left behind, which has the
+        prompt. The reply is the same, near ties apart. Raises InputError for a draft that is not
+        another model of the conversation, or has no room.
         """
         self._require_tokens()
         loaded, begin = self.models[self.active], len(self.token_ids)
@@ -110,7 +110,7 @@ class Session:
         return self._say(said)
 
     def mirror(self, to: str, *, first_tokens: int = 1, tokens_per_block: int = 32) -> None:
-        """Keep the model ``to`` in hot standby (decode.mirror): each block that the active model
+        """Keep the model ``to`` in hot standby (session.mirror): each block that the active model
         fills is mapped for it at once, so that a switch there costs only the repair. Ends when the
         conversation changes models. Raises InputError when no bridge leads there.
         """
@@ -174,7 +174,7 @@ class Session:
         return carried.handoff
 
     def upgrade(self, *, chunk_tokens: int = 128, verify: bool = False) -> Upgrade:
-        """Spend one idle chunk on making the active model's cache exact (decode.upgrade).
+        """Spend one idle chunk on making the active model's cache exact (session.upgrade).
 
         Call it until ``approximate`` is 0; replies may be generated in between. With ``verify`` the
         reply is held against what the model says in this chunk: from the first token that differs

@@ -12,7 +12,6 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from trtllm_kvmap.decode.routing.speeds import Speeds
 from trtllm_kvmap.errors import KvMapError, UnavailableError
 from trtllm_kvmap.models import load_tokenizer, read_spec
 from trtllm_kvmap.serve.map_header import MapHeader
@@ -53,7 +52,7 @@ class TritonPythonModel:
         policy: Policy = source_reads
         speeds = Path(arguments["model_repository"]) / SPEEDS
         if header is not None and speeds.is_file():
-            policy = Routed(Speeds.load(speeds), header, held=ask_held)
+            policy = Routed.load(speeds, header, config.repair_window, held=ask_held)
         self.pipeline = Pipeline(
             config, load_tokenizer(target), read=ask_source, answer=ask_target, policy=policy
         )
