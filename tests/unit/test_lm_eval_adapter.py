@@ -133,7 +133,9 @@ def test_spaces_and_missing_contexts_are_cut_as_the_harness_does(
     adapter = make("target")
     assert adapter._pair("after anna  ", "ben") == adapter._pair("after anna", " ben")
     bos = adapter.reader.model.tokenizer.bos_token_id
-    assert adapter._pair("", "after anna") == ([bos], adapter.reader.model.tokenise("after anna"))
+    for blank in ("", " ", " \n"):
+        found = adapter._pair(blank, "after anna")
+        assert found == ([bos], adapter.reader.model.tokenise("after anna"))
     cut: list[str] = []  # line ends as well, which the words of this tokenizer do not show
     monkeypatch.setattr(adapter, "_ids", lambda text: cut.append(text) or [1])
     adapter._pair("after anna \n", "ben")

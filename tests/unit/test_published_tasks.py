@@ -137,6 +137,13 @@ def test_the_subject_is_in_the_name_of_the_file(
     )
 
 
+def test_a_context_of_two_empty_halves_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plain.jsonl"
+    path.write_text(json.dumps({**HELLASWAG, "ctx_a": None, "ctx_b": ""}))
+    with pytest.raises(InputError, match="`ctx_a` must not be as empty as `ctx_b`"):
+        read("hellaswag", path)
+
+
 def test_a_test_split_without_labels_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "test.jsonl"
     path.write_text(json.dumps({**HELLASWAG, "label": ""}))

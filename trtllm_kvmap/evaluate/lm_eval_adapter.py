@@ -112,8 +112,8 @@ class KvMapLM(LM):  # type: ignore[misc]  # untyped where the harness is not ins
         """Token ids of both, cut where the harness cuts: spaces that end the context belong to the
         continuation, and the tokens of the whole beyond the context's are the continuation's.
         """
-        if not context:
-            return [self._prefix()], self._ids(continuation, add_special_tokens=False)
+        if not context.strip():
+            return [self._prefix()], self._ids(context + continuation, add_special_tokens=False)
         stripped = context.rstrip()
         continuation = context[len(stripped) :] + continuation
         before = self._ids(stripped)

@@ -25,6 +25,7 @@ def layer_r2(
 ) -> dict[Field, list[list[float | None]]]:
     """{"key", "value"}: [target layers][source layers], the R2 on the calibration text of a ridge
     from all heads of one source layer (keys from keys, values from values) to a target layer.
+    Moments of scope head hold no two heads together: then each head is read from the same head.
 
     None where the moments do not hold the two together, or no answer can be trusted. One factor
     for each source layer, whatever the target.

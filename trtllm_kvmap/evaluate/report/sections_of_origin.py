@@ -8,7 +8,7 @@ from typing import Any
 
 from trtllm_kvmap.evaluate.latency import STAGES, break_even
 from trtllm_kvmap.evaluate.report import charts
-from trtllm_kvmap.evaluate.report.report import Report, decimal, number
+from trtllm_kvmap.evaluate.report.report import Report, decimal, fixed, number
 from trtllm_kvmap.evaluate.report.section import Chart, Grid, Section, drawn
 from trtllm_kvmap.spec.slices import FIELDS
 
@@ -32,14 +32,15 @@ def layers_read(report: Report) -> Section:
         pictures.append(Chart(caption, draw))
         header = ("target layer", *(f"source {layer}" for layer in range(len(rows[0]))))
         cells = tuple(
-            (str(layer), *("-" if v is None else f"{v:.2f}" for v in row))
+            (str(layer), *("-" if v is None else fixed(v, 2) for v in row))
             for layer, row in enumerate(rows)
         )
         grids.append(Grid(f"R2 of {field}s", header, cells))
     return Section(
         title,
-        "R2 on the calibration text of a ridge from all heads of one source layer. It shows where "
-        "a map can read, not how well the target goes on: it predicts no gap recovered.",
+        "R2 on the calibration text of a ridge from all heads of one source layer (from the same "
+        "head alone where the text was counted with scope head). It shows where a map can read, "
+        "not how well the target goes on: it predicts no gap recovered.",
         tuple(pictures),
         tuple(grids),
     )

@@ -50,6 +50,8 @@ def hellaswag(record: Record) -> Choices:
     if "ctx_a" in record and "ctx_b" in record:
         halves = (record.fields[name] for name in ("ctx_a", "ctx_b"))
         first, second = (half if isinstance(half, str) else "" for half in halves)
+        if not (first + second).strip():
+            record.refuse("ctx_a", "must not be as empty as `ctx_b`")
         context = f"{first} {second.capitalize()}"
     if "activity_label" in record:
         context = f"{record.text('activity_label')}: {context}"
