@@ -63,7 +63,8 @@ Block* Block::current()
     return tThread == nullptr ? nullptr : static_cast<Thread*>(tThread)->block;
 }
 
-Block::Block(Cluster& cluster, std::uint32_t rank, std::uint32_t clusterBlocks, dim3 grid, dim3 shape, std::size_t sharedBytes)
+Block::Block(Cluster& cluster, std::uint32_t rank, std::uint32_t clusterBlocks, dim3 grid, dim3 shape,
+    std::size_t sharedBytes)
     : threads(static_cast<std::size_t>(shape.x * shape.y * shape.z))
     , mCluster(cluster)
     , mRank(rank)

@@ -37,8 +37,8 @@ unsigned char* sharedMemory();
 //! The shared address of a pointer into the block's shared memory; an error for any other pointer.
 std::uint32_t sharedAddress(void const* pointer);
 
-//! The bytes behind a shared address of the thread's own block, for a read or write of \p bytes by \p instruction: an error out of range or not
-//! aligned to \p alignment.
+//! The bytes behind a shared address of the thread's own block, for a read or write of \p bytes by \p instruction: an
+//! error out of range or not aligned to \p alignment.
 unsigned char* sharedBytes(std::uint32_t address, std::size_t bytes, std::size_t alignment, char const* instruction);
 
 //! An error if a global address is not aligned to \p alignment.

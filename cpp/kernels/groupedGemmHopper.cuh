@@ -6,9 +6,9 @@
 //
 // Eight warps (two warpgroups) multiply, each warpgroup 128 of the 256 rows; one thread of a third warpgroup fills the
 // ring. A stage has two mbarriers: `full`, which the copies of both blocks complete, and `empty`, at which the
-// warpgroups of both blocks arrive when the products that read the stage are done, since either block's copies overwrite
-// it in both. A result leaves through shared memory of its own, each warp's by itself and eight rows at a time, so that
-// the next item's copies run under an item's ending.
+// warpgroups of both blocks arrive when the products that read the stage are done, since either block's copies
+// overwrite it in both. A result leaves through shared memory of its own, each warp's by itself and eight rows at a
+// time, so that the next item's copies run under an item's ending.
 #pragma once
 
 #include "kernels/clusterItems.cuh"
