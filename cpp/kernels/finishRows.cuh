@@ -1,6 +1,6 @@
 // The end of a tile of the Hopper kernel, by each warp for itself, eight rows at a time: bias and rotation, a few rows
-// of floats in shared memory, from there whole pieces into the target's blocks. Any tile ends as finishTile.cuh does it;
-// a tile that is one head of 128, as most models have them, in half the instructions, because its columns are known
+// of floats in shared memory, from there whole pieces into the target's blocks. Any tile ends as finishTile.cuh does
+// it; a tile that is one head of 128, as most models have them, in half the instructions, because its columns are known
 // beforehand: the tensor cores wait meanwhile.
 #pragma once
 
