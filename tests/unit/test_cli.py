@@ -126,19 +126,24 @@ def test_generate_continues_and_says_what_was_mapped(work: dict[str, Any], tmp_p
     assert 0 <= drafted["acceptance_rate"] <= 1
 
 
+@pytest.mark.parametrize("recall", [False, True])
 @pytest.mark.parametrize(("limit", "status"), [(1e9, "applied"), (-1e9, "fallback_reprefill")])
 def test_generate_asks_the_guard_that_the_map_carries(
-    limit: float, status: str, work: dict[str, Any], tmp_path: Path
+    limit: float, status: str, recall: bool, work: dict[str, Any], tmp_path: Path
 ) -> None:
     out, kvmap = tmp_path / "said.json", tmp_path / "guarded"
     guard = {"weights": [1.0] + [0.0] * 7, "bias": 0.0, "limit": limit, "measured": {}}
+    if recall:  # then that one decides, and not the guard without it
+        guard = {**guard, "limit": -limit, "recalling": {**guard, "weights": [1.0] + [0.0] * 8}}
     KvMap.load(work["kvmap"], allow_unproven=True).with_guard(guard).save(kvmap)
     prompt = " ".join(["<bos>", *["after anna ben near"] * 20])
     options = ("--allow-unproven", "--max-new-tokens", 2, "--selected-tokens", 5, "--json", out)
     shown = run("generate", kvmap, *pair(work), "--prompt", prompt, *options)
     said = json.loads(out.read_text())
     assert said["status"] == status
-    assert f"{status} (guard: " in shown
+    score = said["guard"]["score"]
+    assert said["guard"] == {"score": score, "limit": limit}
+    assert f"{status} (guard: {score:.3g}, limit {limit:.3g})" in shown
     mapped = {"applied": (48, 5), "fallback_reprefill": (0, 0)}[status]
     assert (said["tokens"]["mapped"], said["tokens"]["selected"]) == mapped
 

@@ -15,6 +15,7 @@ from random_models import available_architectures, write_model
 from safetensors.torch import load_file, save_file
 
 from trtllm_kvmap.artifact import stored_weights
+from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.models import load_model, read_fingerprint, stored
 from trtllm_kvmap.tiny import model_folder as tiny_folder
 
@@ -185,5 +186,16 @@ def test_a_broken_file_is_no_fingerprint(tmp_path: Path) -> None:
     write_model(tmp_path / "model")
     path = tmp_path / "model" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(Exception, match=r"(?i)incomplete|invalid|header|safetensors"):
+    with pytest.raises(InputError, match=r"(?i)incomplete|invalid|header"):
         read_fingerprint(tmp_path / "model")
+
+
+def test_a_model_of_another_kind_is_refused_as_loading_refuses_it(tmp_path: Path) -> None:
+    """Its text has a known architecture, but it is no language model by itself."""
+    config = transformers.LlavaConfig(
+        text_config=transformers.LlamaConfig(hidden_size=32, num_attention_heads=4)
+    )
+    config.save_pretrained(tmp_path / "model")
+    for read in (load_model, read_fingerprint):
+        with pytest.raises(InputError, match=r"No model could be loaded.*LlavaConfig"):
+            read(tmp_path / "model")

@@ -79,6 +79,8 @@ def generate(
         plan = plan.with_selected(ranked, plan.num_computed + config.selected_tokens)
     guard = None if loaded.guard is None else Guard.from_json(loaded.guard)
     made = hand_over_guarded(bridge, guard, read.cache, ids, plan)
+    if guard is not None and made.signals is not None:
+        guard = guard.deciding(made.signals)
     handoff, plan = made.handoff, made.handoff.plan
     complaints.print(_said(made, guard), markup=False, highlight=False)
     tokenizer: Any = bridge.target.tokenizer

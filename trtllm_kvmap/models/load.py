@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trtllm_kvmap.errors import InputError
@@ -43,7 +44,7 @@ def load_model(
     spec = read_spec(path_or_id)
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(path_or_id, dtype=dtype)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise _not_loadable(path_or_id, error) from error
     return LoadedModel(spec.name, model.to(device).eval(), load_tokenizer(path_or_id), spec)
 
@@ -59,7 +60,7 @@ def read_spec(path_or_id: str | Path) -> ModelSpec:
 
 
 def _not_loadable(path_or_id: str | Path, error: Exception) -> InputError:
-    reason = str(error).strip().splitlines()[0]
+    reason = str(error).strip().splitlines()[0].rstrip(".") + "."
     if str(path_or_id).startswith(("/", ".", "~")) and not Path(path_or_id).exists():
         reason = "There is no such folder."
     return InputError(

@@ -56,7 +56,10 @@ def _stored_weights(path_or_id: str | Path) -> str:
         raise MismatchError("There is an adapter beside them.")
     with torch.device("meta"):  # names and shapes, without memory
         called: Any = AutoModelForCausalLM
-        model = called.from_config(config, dtype=torch.float32)
+        try:
+            model = called.from_config(config, dtype=torch.float32)
+        except ValueError as error:
+            raise MismatchError("Their configuration is of no language model.") from error
     state = model.state_dict()
     if other := sorted(name for name, tensor in state.items() if tensor.dtype != torch.float32):
         raise MismatchError(f"The model has tensors that are no floats, such as {other[0]}.")

@@ -30,9 +30,12 @@ class Guard:
 
     def judge(self, signals: Signals) -> Verdict:
         """Raises MismatchError for signals of a target with other bands of layers."""
-        if self.recalling is not None and signals.recall is not None:
-            return self.recalling._weigh(signals.to_features(recall=True))
-        return self._weigh(signals.to_features())
+        deciding = self.deciding(signals)
+        return deciding._weigh(signals.to_features(recall=deciding is not self))
+
+    def deciding(self, signals: Signals) -> Guard:
+        """The guard whose limit counts for ``signals``: this one, or ``recalling``."""
+        return self if self.recalling is None or signals.recall is None else self.recalling
 
     def _weigh(self, features: np.ndarray) -> Verdict:
         if len(features) != len(self.weights):
