@@ -3,7 +3,7 @@
 With p the target's prediction of a continuation and g the gradient of log p(y) with respect to one
 cached key or value, y drawn from p itself, E[g g^T] is the Fisher information: to second order, an
 error e of that key or value costs KL = e^T E[g g^T] e / 2. Attention, queries and output projection
-are all in it, and no architecture needs to be known.
+are all in it.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def layer_r2(
     Moments of scope head hold no two heads together: then each head is read from the same head.
 
     None where the moments do not hold the two together, or no answer can be trusted. One factor
-    for each source layer, whatever the target.
+    for each source layer and part of the moments, whatever the target.
     """
     shards = [moments] if isinstance(moments, MomentSet) else moments
     sums: dict[tuple[Field, int, int], torch.Tensor] = {}  # of squared error, of variance

@@ -174,6 +174,9 @@ def _item(asked: Choices, tokenizer: Tokenizer) -> Item:
 
 
 def task_records(config: TaskConfig) -> Iterator[Record]:
+    """The records of ``config.data`` with what stands beside them: MMLU's subject in the file's
+    name, PIQA's labels in a second file.
+    """
     columns = MMLU_COLUMNS if config.task == "mmlu" else ()
     records = read_records(config.task, config.data, columns)
     subject = MMLU_FILE.fullmatch(Path(config.data).name)
