@@ -32,7 +32,14 @@ def damaged_maps(kvmap: KvMap, seed: int) -> Iterator[KvMap]:
 
 
 def with_noise(group: HeadGroup, noise: float, rng: np.random.Generator) -> HeadGroup:
-    """Every number of the matrix moved by ``noise`` standard deviations of the matrix."""
+    """Every number of the matrix moved by ``noise`` standard deviations of the matrix. A low rank
+    is multiplied out before.
+    """
+    if group.second is not None and group.second.activation == "identity":
+        product = group.linear()
+        assert product is not None  # a copy has no second term
+        weight, bias = product
+        group = replace(group, weight=weight, bias=bias, weight_scale=None, second=None)
     matrix = group.matrix()
     if matrix is None:
         return group
@@ -56,25 +63,36 @@ def with_neighbour(kvmap: KvMap, layer: int) -> list[HeadGroup]:
 
 def with_order(kvmap: KvMap, group: HeadGroup, layer: int, order: torch.Tensor) -> HeadGroup:
     """``group`` as it reads when the channels of every head of the source's ``layer`` lie in
-    another ``order``: the matrix's rows for these slices change places.
+    another ``order``: the rows of the matrix, and of the second term, for these slices change
+    places.
     """
-    matrix, first = group.matrix(), 0
-    if matrix is None:
-        return group
-    rows = torch.arange(len(matrix))
+    rows = torch.arange(sum(kvmap.slice_width(read) for read in group.slices))
+    first = 0
     for read in group.slices:
         width = kvmap.slice_width(read)
         if read.origin == "source" and read.layer == layer:
             rows[first : first + width] = first + order
         first += width
-    return replace(group, weight=matrix[rows], weight_scale=None)
+    if group.copies or torch.equal(rows, torch.arange(len(rows))):
+        return group
+    matrix, second = group.matrix(), group.second
+    return replace(
+        group,
+        weight=None if matrix is None else matrix[rows],
+        weight_scale=None,
+        second=None if second is None else replace(second, down=second.down[rows]),
+    )
 
 
 def _changed(kvmap: KvMap, groups: list[HeadGroup]) -> Iterator[KvMap]:
-    same = all(
-        mine.slices == theirs.slices
-        and (mine.weight is None or torch.equal(mine.weight, theirs.matrix()))  # type: ignore[arg-type]
-        for mine, theirs in zip(groups, kvmap.groups, strict=True)
-    )
-    if not same:
+    if not all(_same(mine, theirs) for mine, theirs in zip(groups, kvmap.groups, strict=True)):
         yield replace(kvmap, groups=tuple(groups))
+
+
+def _same(mine: HeadGroup, theirs: HeadGroup) -> bool:
+    if mine.slices != theirs.slices or mine.second is not theirs.second:
+        return False
+    ours, others = mine.matrix(), theirs.matrix()
+    if ours is None or others is None:
+        return ours is others
+    return torch.equal(ours, others)
