@@ -148,12 +148,21 @@ def test_generate_asks_the_guard_that_the_map_carries(
     assert (said["tokens"]["mapped"], said["tokens"]["selected"]) == mapped
 
 
-def test_guard_is_stored_in_the_map(work: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("recall", [False, True])
+def test_guard_is_stored_in_the_map(recall: bool, work: dict[str, Any], tmp_path: Path) -> None:
     kvmap, out = tmp_path / "guarded", tmp_path / "guard.json"
     KvMap.load(work["kvmap"], allow_unproven=True).save(kvmap)
     few = ("--num-items", 3, "--context-tokens", 256, "--metric", "nll", "--repair-window", 8)
-    shown = run("guard", kvmap, *pair(work), *few, "--json", out)
+    asked = ["--recall"] if recall else []
+    shown = run("guard", kvmap, *pair(work), *few, *asked, "--json", out)
     guard = json.loads(out.read_text())
+    weighings = [guard, guard["recalling"]] if recall else [guard]
+    for each in weighings:
+        rates = [
+            f"{each['measured'][kind]:.1%}" for kind in ("false_fallback_rate", "missed_bad_rate")
+        ]
+        assert "takes back {} of the others and misses {}".format(*rates) in shown
+    assert shown.count("takes back") == len(weighings)
     assert KvMap.load(kvmap, allow_unproven=True).guard == guard
     assert (guard["measured"]["N"], len(guard["measured"]["set_on"])) == (8, 3)
     assert f"of {guard['measured']['cases']} hand-overs" in shown

@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import io
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
+from click.testing import CliRunner
 from rich.console import Console
 
 from trtllm_kvmap.cli import app
@@ -32,6 +34,27 @@ def test_an_option_that_verbs_share_says_the_same_everywhere() -> None:
     assert set(said) == {"json", "allow_unproven", "source", "target"}
     assert all(len(helps) == 1 for helps in said.values()), said
     assert len(next(iter(said["json"].values()))) > 10
+
+
+def test_every_verb_asks_for_its_json_before_it_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = 0
+    for command in commands(typer.main.get_command(app)):
+        if all(parameter.name != "json" for parameter in command.params):
+            continue
+        found += 1
+        arguments = ["--json", str(tmp_path)]
+        for parameter in command.params:
+            if parameter.required:
+                is_option = parameter.param_type_name == "option"
+                arguments += [parameter.opts[0], "1"] if is_option else ["1"]
+        refused = CliRunner().invoke(command, arguments)
+        assert refused.exit_code == 2, command.name
+        assert "is a folder; give the name of a file" in refused.output, command.name
+        assert not list(tmp_path.iterdir()), command.name
+    assert found > 10
 
 
 def test_work_has_a_bar_of_its_own_each(monkeypatch: pytest.MonkeyPatch) -> None:

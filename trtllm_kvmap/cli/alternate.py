@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from trtllm_kvmap.artifact.kvmap import KvMap
-from trtllm_kvmap.cli.app import console, counted, require_all_writable, verb, write_json
+from trtllm_kvmap.cli.app import console, counted, verb, write_json
 from trtllm_kvmap.cli.flags import JsonOption, SourceOption, TargetOption, config_flags
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.evaluate.alternation import alternate as run_alternation
@@ -31,7 +31,6 @@ def alternate(
     json: JsonOption = None,
 ) -> None:
     """Let two models take turns in conversations (--task coqa or tiny): does the drift grow?"""
-    require_all_writable(json)
     models = load_model(source), load_model(target)
     maps = [KvMap.load(path, allow_unproven=True) for path in (there, back)]
     talks = read_conversations(task_config, models[1].tokenizer)

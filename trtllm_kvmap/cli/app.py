@@ -39,7 +39,9 @@ complaints = Console(stderr=True)
 
 
 def verb(command: Callable[..., Result]) -> Callable[..., Result]:
-    """Register a command; a KvMapError ends it with one sentence and exit status 2."""
+    """Register a command. Whether its --json can be written is asked before it does anything; a
+    KvMapError ends it with one sentence and exit status 2.
+    """
     return register(app, command)
 
 
@@ -49,6 +51,7 @@ def register(group: typer.Typer, command: Callable[..., Result]) -> Callable[...
     @wraps(command)
     def run(*args: Any, **kwargs: Any) -> Result:
         try:
+            require_all_writable(kwargs.get("json"))
             return command(*args, **kwargs)
         except KvMapError as error:
             complaints.print(

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from trtllm_kvmap.artifact.kvmap import KvMap
-from trtllm_kvmap.cli.app import console, counted, require_all_writable, verb, write_json
+from trtllm_kvmap.cli.app import console, counted, verb, write_json
 from trtllm_kvmap.cli.flags import (
     JsonOption,
     KvMapArgument,
@@ -38,7 +38,6 @@ def diagnose(
     json: JsonOption = None,
 ) -> None:
     """Say where a map goes wrong: which keys, values, layers, heads, positions and lengths."""
-    require_all_writable(json)
     loaded = KvMap.load(kvmap, allow_unproven=True)
     source_model, target_model = load_model(source), load_model(target)
     items = read_items(task_config, target_model.tokenizer)

@@ -52,7 +52,7 @@ def evaluate(
     ] = False,
 ) -> None:
     """Judge a map: every arm and every control, on items that neither fit nor selection saw."""
-    require_all_writable(json, html, markdown)
+    require_all_writable(html, markdown)
     loaded = KvMap.load(kvmap, allow_unproven=True)
     source_model, target_model = load_model(source), load_model(target)
     if tasks:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from trtllm_kvmap.artifact.kvmap import KvMap
-from trtllm_kvmap.cli.app import console, counted, require_all_writable, verb, write_json
+from trtllm_kvmap.artifact.whole import require_writable
+from trtllm_kvmap.cli.app import console, counted, verb, write_json
 from trtllm_kvmap.cli.flags import JsonOption, SourceOption, TargetOption, config_flags
 from trtllm_kvmap.evaluate.guard import GuardConfig, set_guard
 from trtllm_kvmap.evaluate.tasks.named import TaskConfig, read_items
@@ -32,7 +33,7 @@ def guard(
     The items are handed over by the map and by damaged copies of it. Give items that neither fit,
     selection nor report sees, and the S and N that hand-overs will have.
     """
-    require_all_writable(kvmap, json)
+    require_writable(kvmap)
     loaded = KvMap.load(kvmap, allow_unproven=True)
     source_model, target_model = load_model(source), load_model(target)
     items = read_items(task_config, target_model.tokenizer)
@@ -47,11 +48,18 @@ def guard(
         )
     loaded.with_guard(found.to_json()).save(kvmap)
     measured = found.measured
-    console.print(
+    said = (
         f"Stored a guard in {kvmap}: of {measured['cases']} hand-overs, {measured['bad']} worse "
-        f"than the source, it takes back {measured['false_fallback_rate']:.1%} of the others and "
-        f"misses {measured['missed_bad_rate']:.1%}",
-        highlight=False,
-        soft_wrap=True,
+        f"than the source, it {_rates(measured)}"
     )
+    if found.recalling is not None:
+        said += f"; where recall is weighed, it {_rates(found.recalling.measured)}"
+    console.print(said, highlight=False, soft_wrap=True)
     write_json(json, found.to_json())
+
+
+def _rates(measured: dict[str, Any]) -> str:
+    return (
+        f"takes back {measured['false_fallback_rate']:.1%} of the others and misses "
+        f"{measured['missed_bad_rate']:.1%}"
+    )

@@ -34,7 +34,7 @@ def report(
     loaded = Report.load(report)
     if diagnosis is not None:
         loaded = loaded.with_diagnosis(Diagnosis.load(diagnosis))
-    require_all_writable(html, markdown, json)
+    require_all_writable(html, markdown)
     try:
         shown = table(loaded)
         written = render_report(loaded, html, markdown)

@@ -60,8 +60,8 @@ class Route:
     ``first_token`` and ``whole_reply`` are seconds by choice. ``break_even_tokens`` is the shortest
     prompt from which on the map is always sooner than reading again, up to the target's limit
     (None: no such length); ``break_even_reply`` the shortest reply that ends sooner with the switch
-    than without (None: none does); neither is looked for where staying is no choice (None), see
-    break_even. ``objection`` is what keeps the map from being used, or "".
+    than without (None: none does). Where staying is no choice, neither is looked for and both are
+    None; break_even finds the first. ``objection`` is what keeps the map from being used, or "".
     """
 
     choice: Choice
