@@ -11,7 +11,7 @@ import torch
 from exchange_cases import POISON, TOKEN_IDS, Sending, expected, make_pool, offer_of, target
 
 from trtllm_kvmap.errors import InputError, MismatchError, UnavailableError
-from trtllm_kvmap.exchange import send
+from trtllm_kvmap.exchange import nixl, send
 from trtllm_kvmap.exchange.block_pool import BlockPool
 from trtllm_kvmap.exchange.checksum import block_checksums
 from trtllm_kvmap.exchange.in_process import InProcessTransport
@@ -122,3 +122,36 @@ def test_the_view_of_a_pool_is_the_trtllm_layout() -> None:
     place += 3 * at.token_stride + 5
     assert pool.blocks[2, 1, 1, 1, 3, 5] == flat[place]
     assert expected().kv_shape == (at.num_layers, at.num_kv_heads, at.head_dim)
+
+
+class FailingOnce:
+    """A binding of NIXL, and its agent: the second turn fails, as after a peer that died."""
+
+    def __init__(self) -> None:
+        self.turns, self.went_on = 0, threading.Event()
+
+    def nixl_agent_config(self, **options: object) -> None:
+        return
+
+    def nixl_agent(self, name: str, config: None) -> FailingOnce:
+        return self
+
+    def get_new_notifs(self) -> None:
+        self.turns += 1
+        if self.turns == 2:
+            raise RuntimeError("NIXL_ERR_REMOTE_DISCONNECT")
+        if self.turns > 4:
+            self.went_on.set()
+
+
+def test_a_source_goes_on_answering_after_a_turn_that_failed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    api = FailingOnce()
+    agent = nixl._Agent(api, answers=True)
+    try:
+        assert api.went_on.wait(5), "nobody answers the next peer"
+    finally:
+        agent.close()
+    assert "NIXL_ERR_REMOTE_DISCONNECT" in caplog.text
+    assert [record.levelname for record in caplog.records] == ["WARNING"]

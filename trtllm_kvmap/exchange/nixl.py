@@ -9,6 +9,7 @@ core that it takes is one that checksums and copies need.
 from __future__ import annotations
 
 import atexit
+import logging
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ from trtllm_kvmap.exchange.block_pool import BlockPool
 from trtllm_kvmap.exchange.messages import Address, Offer
 from trtllm_kvmap.exchange.transport import TransferError
 
+log = logging.getLogger(__name__)
 BINDINGS = ("nixl_cu13._api", "nixl_cu12._api")
 TURN_SECONDS = 0.001  # a peer that introduces itself waits no longer
 
@@ -113,9 +115,15 @@ class _Agent:
         self._registered.clear()
 
     def _answer(self) -> None:
+        failed = False
         while not self._closing.wait(TURN_SECONDS):
-            with self._in_use:
-                self.agent.get_new_notifs()  # nobody sends any: what counts is that UCX gets a turn
+            try:
+                with self._in_use:
+                    self.agent.get_new_notifs()  # nobody sends any: UCX gets a turn, that counts
+            except Exception:  # a peer's end is no reason to leave the others without an answer
+                if not failed:  # once: there are a thousand turns a second
+                    log.warning("NIXL failed in answering its peers", exc_info=True)
+                failed = True
 
     def _stop(self) -> None:
         self._closing.set()
