@@ -68,6 +68,22 @@ def test_what_attention_is_given_makes_what_it_returns(
         torch.testing.assert_close(rows @ output_projection(loaded, layer).T, output[0])
 
 
+def test_a_long_continuation_is_regarded_piece_by_piece(
+    pair: tuple[LoadedModel, LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shares are queries times entries: no more queries at a time than QUERIES, same result."""
+    loaded, after = pair[1], [[5, 9, 2, 7, 11, 3, 8], [4, 4]]
+    cache, projected = read(loaded, torch.tensor(DOCUMENTS[0])), projections(loaded)
+    whole = regard(loaded, cache, after, "attention", projected)
+    shares, held = Attention.shares, []
+    monkeypatch.setattr(Attention, "shares", lambda self: held.append(self) or shares(self))
+    monkeypatch.setattr("trtllm_kvmap.calibrate.regard.QUERIES", 3)
+    pieces = regard(loaded, cache, after, "attention", projected)
+    assert max(each.queries.shape[1] for each in held) == 3
+    for field, rows in whole.rows.items():
+        torch.testing.assert_close(pieces.rows[field], rows)
+
+
 def test_the_model_is_left_as_it_was(random_model: Callable[..., LoadedModel]) -> None:
     loaded = random_model("qwen3", layers=2, seed=3)
     loaded.model.set_attn_implementation("eager")

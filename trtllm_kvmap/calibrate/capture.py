@@ -104,6 +104,22 @@ class Attention:
         group = scores.shape[1] // num_tokens
         return scores.masked_fill(later.repeat(group, 1), float("-inf")).softmax(-1)
 
+    def pieces(self, num_queries: int) -> Iterator[Attention]:
+        """The same, at most ``num_queries`` of each head at a time: no query reads entries that
+        come after it.
+        """
+        num_tokens = self.queries.shape[1]
+        before = self.keys.shape[1] - num_tokens
+        for start in range(0, num_tokens, num_queries):
+            stop = min(start + num_queries, num_tokens)
+            entries = slice(before + stop)
+            yield Attention(
+                self.queries[:, start:stop],
+                self.keys[:, entries],
+                self.values[:, entries],
+                self.scaling,
+            )
+
     def products(self) -> torch.Tensor:
         """sum q q^T over the queries of a KV head, float64 [num_kv_heads, head_dim, head_dim]."""
         q = self.grouped().double()

@@ -30,6 +30,10 @@ from trtllm_kvmap.rotary import applying_rows
 from trtllm_kvmap.spec.rope import RopeParams
 from trtllm_kvmap.spec.slices import FIELDS, Field
 
+# Queries of a head whose shares of attention are computed at a time: bounds the float32 workspace
+# at a few times num_heads x this x entries.
+QUERIES = 256
+
 
 @dataclass(frozen=True, slots=True)
 class Regard:
@@ -120,12 +124,16 @@ def _moved_outputs(given: Sequence[Attention], held: int) -> tuple[torch.Tensor,
     """
     of_keys, of_values = [], []
     for attention in given:
-        a, v = attention.shares(), attention.values.float()
-        o = a @ v
-        apart = o.square().sum(-1, keepdim=True) - 2 * o @ v.mT + v.square().sum(-1)[:, None]
-        squares = a.square()[..., :held]  # [num_kv_heads, queries, held]
-        of_keys.append((squares * apart[..., :held].clamp_min(0)).sum(1))
-        of_values.append(squares.sum(1))
+        sums = attention.keys.new_zeros(2, len(attention.keys), held, dtype=torch.float32)
+        for piece in attention.pieces(QUERIES):
+            a, v = piece.shares(), piece.values.float()
+            o = a @ v
+            apart = o.square().sum(-1, keepdim=True) - 2 * o @ v.mT + v.square().sum(-1)[:, None]
+            squares = a.square()[..., :held]  # [num_kv_heads, queries, held]
+            sums[0] += (squares * apart[..., :held].clamp_min(0)).sum(1)
+            sums[1] += squares.sum(1)
+        of_keys.append(sums[0])
+        of_values.append(sums[1])
     return torch.stack(of_keys), torch.stack(of_values)
 
 
