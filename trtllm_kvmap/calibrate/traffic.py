@@ -84,7 +84,10 @@ class TrafficMoments:
     ) -> None:
         self.config, self.calibration = config, calibration or CalibrationConfig(joint=True)
         if self.calibration.weighting != "uniform":
-            raise InputError("Traffic is counted with weighting uniform only; choose that.")
+            raise InputError(
+                f"Traffic is counted with weighting uniform only, got "
+                f"{self.calibration.weighting!r}; choose uniform."
+            )
         require_same_tokens(source, target)
         self._source, self._target = source, target
         plans = plan_parts(source.spec, target.spec, self.calibration)
