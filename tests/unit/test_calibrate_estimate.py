@@ -39,16 +39,32 @@ def test_the_file_is_as_large_as_estimated(
     random_model: Callable[..., LoadedModel], tmp_path: Path
 ) -> None:
     pair = random_model(layers=4, seed=1), random_model(layers=3, head_dim=32, seed=2)
-    for config in (CalibrationConfig(), CalibrationConfig(joint=True, layers=(0, 2))):
+    for config in (
+        CalibrationConfig(),
+        CalibrationConfig(joint=True, layers=(0, 2)),
+        CalibrationConfig(weighting="attention"),
+    ):
         cost = estimate_calibration(
             *(m.spec for m in pair), config, tokens=10, flops_per_second=1e9, available=GB
         )
         moments = calibrate(*pair, [[1] * 9], config, tmp_path / "m")
         held = [t for part in moments.parts for t in part.moments.tensors()]
+        held += [part.metric for part in moments.parts if part.metric is not None]
         assert cost.moments_bytes == sum(t.numel() * t.element_size() for t in held)
         assert cost.fits
         assert cost.shard is None
         assert 0 < (tmp_path / "m").stat().st_size - cost.moments_bytes < 120_000
+
+
+def test_what_reading_on_takes_is_counted() -> None:
+    """Weighed rows: beside their moments, queries and shares of attention lie in memory."""
+    plain, weighed = (
+        estimate(CalibrationConfig(weighting=w, max_tokens=8192), GB)
+        for w in ("uniform", "attention")
+    )
+    beside = [cost.memory_bytes - cost.moments_bytes for cost in (plain, weighed)]
+    queries, shares = 4 * 64 * 64 * 128 * 8192 // 4, 4 * 64 * 256 * 8192
+    assert beside[1] - beside[0] > queries + shares
 
 
 def test_a_large_pair_does_not_fit_jointly_and_a_shard_is_named() -> None:

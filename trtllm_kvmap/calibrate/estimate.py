@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from trtllm_kvmap.calibrate.accumulate import ROWS
 from trtllm_kvmap.calibrate.config import CalibrationConfig
 from trtllm_kvmap.calibrate.parts import PartPlan, plan_parts
+from trtllm_kvmap.calibrate.regard import QUERIES
 from trtllm_kvmap.machine import say_bytes, say_seconds
 from trtllm_kvmap.spec.model import ModelSpec
 
@@ -78,7 +79,7 @@ def estimate_calibration(
     Raises what plan_parts raises.
     """
     plans = plan_parts(source, target, config)
-    moments = sum(map(_part_bytes, plans))
+    moments = sum(_part_bytes(plan, config) for plan in plans)
     memory = _memory(source, target, config)
     # Only the gram's upper triangle is computed: width^2 instead of 2 width^2 operations a token.
     sums = sum(p.width**2 + 2 * p.width * p.target_width for p in plans)
@@ -118,19 +119,38 @@ def _fitting_shard(
 
 def _memory(source: ModelSpec, target: ModelSpec, config: CalibrationConfig) -> int:
     """All moments, the token table, and the working set of one document: both models' KV twice
-    (rotated and not), the columns of the widest part twice, one block of products.
+    (rotated and not), the columns of the widest part twice, one block of products; and what rows
+    are weighed by.
     """
     plans = plan_parts(source, target, config)
     kv = source.kv_bytes_per_token(4) + target.kv_bytes_per_token(4)
     columns = max(4 * (p.width + p.target_width) for p in plans)
     block = max(4 * min(ROWS, p.width) * max(p.width, p.target_width) for p in plans)
     document = config.window(source, target) * 2 * (kv + columns)
-    return sum(map(_part_bytes, plans)) + _table_bytes(target) + document + block
+    moments = sum(_part_bytes(plan, config) for plan in plans)
+    return moments + _table_bytes(target) + document + block + _regard_bytes(source, target, config)
 
 
-def _part_bytes(plan: PartPlan) -> int:
-    """float64 gram, cross, and three vectors."""
-    return 8 * (plan.width + 1) * (plan.width + plan.target_width) + 8 * plan.target_width
+def _part_bytes(plan: PartPlan, config: CalibrationConfig) -> int:
+    """float64 gram, cross, and three vectors; what errors cost, where rows are weighed."""
+    sums = 8 * (plan.width + 1) * (plan.width + plan.target_width) + 8 * plan.target_width
+    if config.weighting == "uniform":
+        return sums
+    return sums + 8 * plan.target_width * (plan.target_width // len(plan.targets))
+
+
+def _regard_bytes(source: ModelSpec, target: ModelSpec, config: CalibrationConfig) -> int:
+    """Beside the document, while its last quarter is read on: a copy of the target's KV, all
+    queries, the output projections and what a document's errors cost, and six matrices of shares
+    of attention. What a gradient (sensitivity) keeps on its way is not counted.
+    """
+    if config.weighting == "uniform":
+        return 0
+    window, heads = config.window(source, target), target.num_heads
+    queries = 4 * target.num_layers * heads * target.head_dim * (window // 4)
+    costs = 3 * 8 * target.num_layers * target.num_kv_heads * target.head_dim**2
+    shares = 6 * 4 * heads * min(QUERIES, window // 4) * window
+    return window * target.kv_bytes_per_token(4) + queries + costs + shares
 
 
 def _table_bytes(target: ModelSpec) -> int:
