@@ -1,5 +1,5 @@
-// Heads that are copied: one warp per token and head. A head whose numbers need no change is moved bit by bit; any other
-// is turned back, turned on, and rounded once, in float32, without passing through the workspace.
+// Heads that are copied: one warp per token and head. A head whose numbers need no change is moved bit by bit; any
+// other is turned back, turned on, and rounded once, in float32, without passing through the workspace.
 #pragma once
 
 #include "kernels/stripRope.cuh"

@@ -4,8 +4,8 @@
 // A block of 8 warps walks over work items (a tile of tokens x a tile of columns, or a part of its K) until none is
 // left. Inputs come in K-blocks of 64: rows of x from the workspace, chosen chunk by chunk through the group's slice
 // list, and whole blocks of W as they were packed. A ring of kStages such pairs in shared memory is filled by cp.async
-// ahead of the products. Shared rows are 128 bytes; 16-byte chunk c of row r lies at c ^ (r & 7), so that the eight rows
-// an ldmatrix reads at one chunk fall into different banks.
+// ahead of the products. Shared rows are 128 bytes; 16-byte chunk c of row r lies at c ^ (r & 7), so that the eight
+// rows an ldmatrix reads at one chunk fall into different banks.
 #pragma once
 
 #include "kernels/finishTile.cuh"

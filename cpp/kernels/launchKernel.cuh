@@ -53,7 +53,12 @@ char const* launchClusters(void (*kernel)(Params...), uint32_t cluster, dim3 gri
     config.numAttrs = cluster > 1 ? 1 : 0; // older GPUs know none
     cudaError_t error = allowShared(kernel, sharedBytes);
     error = error == cudaSuccess ? cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...) : error;
-    return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+    if (error == cudaSuccess)
+    {
+        return nullptr;
+    }
+    cudaGetLastError(); // told here, and not again to whoever checks a call of their own
+    return cudaGetErrorString(error);
 #endif
 }
 

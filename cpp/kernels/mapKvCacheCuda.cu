@@ -221,8 +221,9 @@ private:
     char const* multiplyIn(GemmArgs const& args)
     {
         int64_t const tiles = int64_t{args.numRowTiles} * args.numTiles;
-        char const* const error = launchKernel(groupedGemm<T, Shape>, persistentBlocks(tiles * args.numSplits, Shape::kResident),
-            kGemmThreads, Shape::kSharedBytes, mStream, args);
+        int32_t const blocks = persistentBlocks(tiles * args.numSplits, Shape::kResident);
+        char const* const error
+            = launchKernel(groupedGemm<T, Shape>, blocks, kGemmThreads, Shape::kSharedBytes, mStream, args);
         if constexpr (Shape::kSplitsK)
         {
             if (!error && args.numSplits > 1)

@@ -30,8 +30,8 @@ char const* multiplyHopper(PackedMap const& map, GemmArgs const& args, Stream st
     uint64_t const packedRows = static_cast<uint64_t>(map.bytes - map.weights) / (kBlockInputs * 2);
     uint64_t const sourceRows = static_cast<uint64_t>(map.numSourceSlices) * args.chunkTokens;
     uint64_t const ownRows = static_cast<uint64_t>(map.numSlices - map.numSourceSlices) * args.chunkTokens;
-    char const* error = describeRows(
-        hopper.weights, args.weights, kBlockInputs, packedRows, kBlockInputs, kBlockColumns, CU_TENSOR_MAP_SWIZZLE_NONE);
+    char const* error = describeRows(hopper.weights, args.weights, kBlockInputs, packedRows, kBlockInputs,
+        kBlockColumns, CU_TENSOR_MAP_SWIZZLE_NONE);
     auto const describeInputs = [](CUtensorMap& inputs, void const* base, int32_t width, uint64_t rows)
     {
         return describeRows(

@@ -46,6 +46,10 @@ int32_t residentClusters(void (*kernel)(Params...), int32_t cluster, int32_t thr
     int count = 0;
     bool const asked = allowShared(kernel, sharedBytes) == cudaSuccess
         && cudaOccupancyMaxActiveClusters(&count, kernel, &config) == cudaSuccess;
+    if (!asked)
+    {
+        cudaGetLastError(); // 0 says it
+    }
     return asked ? count : 0;
 #endif
 }
