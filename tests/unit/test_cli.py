@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.artifact.moments import MomentSet
 from trtllm_kvmap.cli import app
+from trtllm_kvmap.cli.guard import taken_back_too_often
 from trtllm_kvmap.models import load_model
 from trtllm_kvmap.tiny.documents import make_document
 
@@ -146,6 +147,25 @@ def test_generate_asks_the_guard_that_the_map_carries(
     assert f"{status} (guard: {score:.3g}, limit {limit:.3g})" in shown
     mapped = {"applied": (48, 5), "fallback_reprefill": (0, 0)}[status]
     assert (said["tokens"]["mapped"], said["tokens"]["selected"]) == mapped
+
+
+@pytest.mark.parametrize("axis", ["--n", "--rank"])
+def test_several_candidates_without_models_are_refused(
+    axis: str, work: dict[str, Any], tmp_path: Path
+) -> None:
+    options = ("--out", tmp_path / "none", axis, 2, axis, 3)
+    result = CliRunner().invoke(app, [str(a) for a in ("fit", work["moments"], *options)])
+    assert (result.exit_code, (tmp_path / "none").exists()) == (2, False)
+    assert "2 candidates need both models" in result.output
+    assert "--ridge and --rank" in result.output
+
+
+@pytest.mark.parametrize(("rate", "said"), [(0.1, False), (0.104, False), (0.2, True)])
+def test_guard_that_takes_back_more_than_was_allowed_is_said(rate: float, said: bool) -> None:
+    measured = {"cases": 300, "bad": 100, "false_fallback_rate": rate}  # 200 others: 0.005 each
+    warning = taken_back_too_often(measured, 0.1)
+    assert bool(warning) == said
+    assert not said or ("20.0%" in warning and "--taken-back allows 10.0%" in warning)
 
 
 @pytest.mark.parametrize("recall", [False, True])

@@ -113,7 +113,7 @@ def test_another_kind_another_version_and_no_file(path: Path, tmp_path: Path) ->
         read_container(path, "thing", 2)
     with pytest.raises(FormatError, match="There is no file"):
         read_container(tmp_path / "absent", "thing", 3)
-    with pytest.raises(FormatError, match="There is no file"):
+    with pytest.raises(FormatError, match="is a folder; give the file in it"):
         read_container(tmp_path, "thing", 3)
 
 

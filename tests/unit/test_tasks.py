@@ -175,7 +175,7 @@ def test_text_pieces_begin_as_the_tokenizer_begins_a_text(tmp_path: Path) -> Non
     ("options", "said"),
     [
         ({"task": "boolq"}, "known are tiny, text, hellaswag"),
-        ({"task": "text"}, "needs a file"),
+        ({"task": "text"}, "needs a file; give one as data"),
         ({"task": "text", "data": "absent.txt"}, "absent.txt"),
         ({"num_items": 0}, "num_items"),
         ({"skip": -1}, "negative"),

@@ -128,8 +128,10 @@ def _read_header(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
+    if path.is_dir():
+        raise FormatError(f"{path} is a folder; give the file in it.")
     if not path.is_file():
-        raise FormatError(f"There is no file {path}.")
+        raise FormatError(f"There is no file {path}; give the path of one that is there.")
     try:
         with safe_open(path, framework="pt") as file:
             yield file

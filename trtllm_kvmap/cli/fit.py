@@ -71,7 +71,7 @@ def _choose(
     if source is None or target is None:
         raise InputError(
             f"{len(candidates)} candidates need both models to choose among them: give --source "
-            f"and --target, or one value for each of --scope, --k, --n and --ridge."
+            f"and --target, or one value for each of --scope, --k, --n, --ridge and --rank."
         )
     if len(moments) > 1:
         raise InputError("Candidates are chosen from one moments file; give one, or one candidate.")

@@ -55,6 +55,9 @@ def guard(
     if found.recalling is not None:
         said += f"; where recall is weighed, it {_rates(found.recalling.measured)}"
     console.print(said, highlight=False, soft_wrap=True)
+    for each in (found, found.recalling):
+        if each and (warning := taken_back_too_often(each.measured, config.taken_back)):
+            console.print(warning, highlight=False, soft_wrap=True)
     write_json(json, found.to_json())
 
 
@@ -62,4 +65,19 @@ def _rates(measured: dict[str, Any]) -> str:
     return (
         f"takes back {measured['false_fallback_rate']:.1%} of the others and misses "
         f"{measured['missed_bad_rate']:.1%}"
+    )
+
+
+def taken_back_too_often(measured: dict[str, Any], allowed: float) -> str:
+    """What to do about a guard that takes back more of the others than ``allowed``, by more than
+    one hand-over; empty where it keeps to that.
+    """
+    others, rate = measured["cases"] - measured["bad"], measured["false_fallback_rate"]
+    if rate * others <= allowed * others + 1:
+        return ""
+    return (
+        f"It takes back {rate:.1%} of the hand-overs that were not worse, and --taken-back allows "
+        f"{allowed:.1%}: the signals of these items do not tell the bad ones apart well enough for "
+        f"--missed. Give more items, compute more tokens (--selected-tokens), fit a better map, or "
+        f"allow more of --missed."
     )

@@ -94,7 +94,10 @@ class Speeds:
         names = [f.name for f in fields(Speeds)]
         if not isinstance(entry, dict) or set(entry) != set(names):
             given = sorted(entry) if isinstance(entry, dict) else type(entry).__name__
-            raise InputError(f"Speeds need exactly the entries {', '.join(names)}; got {given}.")
+            raise InputError(
+                f"Speeds need exactly the entries {', '.join(names)}; got {given}. "
+                f"`trtllm-kvmap plan --measure --speeds FILE` writes them."
+            )
         try:
             timed = {
                 name: Timing(tuple(sorted((int(n), float(s)) for n, s in entry[name].items())))
@@ -116,7 +119,10 @@ class Speeds:
         try:
             entry = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise InputError(f"{path} cannot be read as speeds ({error}).") from error
+            raise InputError(
+                f"{path} cannot be read as speeds ({error}). "
+                f"`trtllm-kvmap plan --measure --speeds FILE` writes them."
+            ) from error
         return Speeds.from_json(entry)
 
 

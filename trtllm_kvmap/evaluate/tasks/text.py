@@ -34,7 +34,9 @@ def encode_after(tokenizer: Tokenizer, context: str, text: str) -> tuple[int, ..
 def read_text(task: str, data: str) -> str:
     """The content of a task's file. Raises InputError for a file that is missing or not UTF-8."""
     path = Path(data)
-    if not data or not path.is_file():
+    if not data:
+        raise InputError(f"The task {task!r} needs a file; give one as data (--data FILE).")
+    if not path.is_file():
         raise InputError(f"The task {task!r} needs a file; there is none at {data!r}.")
     try:
         return path.read_text(encoding="utf-8")
