@@ -170,6 +170,7 @@ def test_the_table_shows_every_arm_on_one_line_of_80_columns(report: Report) -> 
     assert "unresolved" not in printed(report)
     report.arms["mapped"]["gap_recovered"]["low"] = None
     assert "0.55 [unresolved]" in printed(report)
+    assert "[unresolved]: source and target are too close" in " ".join(printed(report).split())
 
 
 def test_a_report_is_written_and_read(report: Report, tmp_path: Path) -> None:

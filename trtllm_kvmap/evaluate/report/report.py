@@ -151,6 +151,9 @@ def columns_with_values(report: Report, columns: dict[str, str]) -> dict[str, st
     }
 
 
+UNRESOLVED = ("[unresolved]: source and target are too close on these contexts to tell",)
+
+
 def table(report: Report) -> Table:
     """All arms, one a row, for a rich console of 80 columns; intervals where the gap and its metric
     stand.
@@ -158,6 +161,8 @@ def table(report: Report) -> Table:
     config = report.config
     columns = columns_with_values(report, COLUMNS)
     refused = [f"{name}: {a['refused']}" for name, a in report.arms.items() if "refused" in a]
+    gaps = [a["gap_recovered"] for a in report.arms.values() if "refused" not in a]
+    unresolved = any(g["value"] is not None and None in (g["low"], g["high"]) for g in gaps)
     shown = Table(
         title=Text(
             f"{config['source']} to {config['target']}, {config['num_items']} contexts, gap "
@@ -168,6 +173,7 @@ def table(report: Report) -> Table:
                 [
                     "[low high]: 95 % interval over contexts; above chance: retention without "
                     "guessing",
+                    *(UNRESOLVED if unresolved else ()),
                     *(f"gate {gate_sentence(gate)}" for gate in report.gates),
                     *refused,
                 ]
