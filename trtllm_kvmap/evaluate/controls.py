@@ -48,7 +48,7 @@ def check_wrong_document(figures: dict[str, dict[str, Any]]) -> str:
             raise _failed(
                 "wrong_document",
                 f"its accuracy, at least {better['low']:.3f}, lies above that of no context, at "
-                f"most {worse['high']:.3f}",
+                f"most {worse['high']:.3f} (intervals of few items may miss by chance: give more)",
             )
         return PASSED
     if wrong["nll"]["high"] is None or right["nll"]["low"] is None:
