@@ -149,6 +149,36 @@ def test_generate_asks_the_guard_that_the_map_carries(
     assert (said["tokens"]["mapped"], said["tokens"]["selected"]) == mapped
 
 
+@pytest.mark.parametrize("window", [32, 8])
+def test_generate_says_when_its_guard_was_set_on_other_hand_overs(
+    window: int, work: dict[str, Any], tmp_path: Path
+) -> None:
+    measured = {"S": 1, "N": 32, "selected_tokens": 0}
+    guard = {"weights": [1.0] + [0.0] * 7, "bias": 0.0, "limit": 1e9, "measured": measured}
+    kvmap = tmp_path / "guarded"
+    KvMap.load(work["kvmap"], allow_unproven=True).with_guard(guard).save(kvmap)
+    prompt = " ".join(["<bos>", *["after anna ben near"] * 20])
+    options = ("--allow-unproven", "--max-new-tokens", 2, "--repair-window", window)
+    shown = " ".join(run("generate", kvmap, *pair(work), "--prompt", prompt, *options).split())
+    unlike = "with S 1, N 32, selected_tokens 0, and this one has S 1, N 8, selected_tokens 0"
+    assert (unlike in shown) == (window == 8)
+    assert ("its rates do not hold" in shown) == (window == 8)
+
+
+@pytest.mark.parametrize(
+    ("count", "said"), [(0, "--max-new-tokens"), (10**6, "Shorten the prompt")]
+)
+def test_generate_refuses_a_length_before_any_model_reads(
+    count: int, said: str, work: dict[str, Any]
+) -> None:
+    options = ("--allow-unproven", "--max-new-tokens", count, "--prompt", "after anna ben near")
+    arguments = ("generate", work["kvmap"], *pair(work), *options)
+    result = CliRunner().invoke(app, [str(a) for a in arguments])
+    assert result.exit_code == 2
+    assert said in result.output
+    assert "applied" not in result.output
+
+
 @pytest.mark.parametrize("axis", ["--n", "--rank"])
 def test_several_candidates_without_models_are_refused(
     axis: str, work: dict[str, Any], tmp_path: Path

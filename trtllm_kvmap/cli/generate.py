@@ -23,6 +23,7 @@ from trtllm_kvmap.decode.generate import generate as continue_from
 from trtllm_kvmap.decode.guard.guard import Guard
 from trtllm_kvmap.decode.guard.guarded import Guarded, hand_over_guarded
 from trtllm_kvmap.decode.prefill import prefill
+from trtllm_kvmap.decode.prompt import require_room
 from trtllm_kvmap.decode.select_tokens import rank_by_attention
 from trtllm_kvmap.decode.speculation.speculate import speculate
 from trtllm_kvmap.errors import InputError
@@ -70,6 +71,9 @@ def generate(
     ids = bridge.target.tokenise(_prompt_text(prompt, prompt_file))
     if not ids:
         raise InputError("The prompt has no token; give some text.")
+    if config.max_new_tokens < 1:
+        raise InputError(f"--max-new-tokens must be at least 1, got {config.max_new_tokens}.")
+    require_room(bridge.target, len(ids) + config.max_new_tokens)
     plan = plan_handoff(
         len(ids), first_tokens=config.first_tokens, repair_window=config.repair_window
     )
@@ -83,6 +87,8 @@ def generate(
         guard = guard.deciding(made.signals)
     handoff, plan = made.handoff, made.handoff.plan
     complaints.print(_said(made, guard), markup=False, highlight=False)
+    if guard is not None and (unlike := _unlike(guard, config)):
+        complaints.print(unlike, markup=False, highlight=False)
     tokenizer: Any = bridge.target.tokenizer
     stops = {tokenizer.eos_token_id} - {None}
     count, drafted = config.max_new_tokens, None
@@ -125,6 +131,26 @@ def _said(made: Guarded, guard: Guard | None) -> str:
     if made.score is None:
         return f"{made.status} (nothing was mapped)"
     return f"{made.status} (guard: {made.score:.3g}, limit {guard.limit:.3g})"
+
+
+def _unlike(guard: Guard, config: GenerateConfig) -> str:
+    """That a guard was set on other hand-overs than this one, or nothing."""
+    ours = {
+        "S": config.first_tokens,
+        "N": config.repair_window,
+        "selected_tokens": config.selected_tokens,
+    }
+    theirs = {name: guard.measured[name] for name in ours if name in guard.measured}
+    if all(ours[name] == count for name, count in theirs.items()):
+        return ""
+    return (
+        f"The guard was set on hand-overs with {_listed(theirs)}, and this one has "
+        f"{_listed(ours)}: its rates do not hold here. Give the same tokens, or set it again."
+    )
+
+
+def _listed(counts: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.items())
 
 
 def _prompt_text(prompt: str, prompt_file: Path | None) -> str:
