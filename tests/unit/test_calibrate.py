@@ -220,6 +220,18 @@ def test_two_calibrations_add_up_to_one(pair: Pair, tmp_path: Path) -> None:
     assert total.record["text"] == first.record["text"] + second.record["text"]
 
 
+@pytest.mark.parametrize("other", ["uniform", "sensitivity"])
+def test_calibrations_that_weigh_otherwise_do_not_add_up(
+    pair: Pair, tmp_path: Path, other: str
+) -> None:
+    first, second = (
+        calibrate(*pair, DOCUMENTS[:2], CalibrationConfig(weighting=weighting), tmp_path / "half")
+        for weighting in ("attention", other)
+    )
+    with pytest.raises(MismatchError, match=f"by attention and {other}"):
+        first + second
+
+
 def test_memory_holds_one_document(
     pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

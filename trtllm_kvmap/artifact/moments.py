@@ -116,17 +116,21 @@ class MomentSet:
                 "The two moments files come from different models; calibrate both with the same "
                 "pair."
             )
+        weightings = [
+            moments.record.get("config", {}).get("weighting", "uniform")
+            for moments in (self, other)
+        ]
+        if weightings[0] != weightings[1]:
+            raise MismatchError(
+                f"The two moments files weigh their tokens by {' and '.join(weightings)}, so that "
+                f"their sums are of different things; calibrate both with the same weighting."
+            )
         if [(p.slices, p.targets) for p in self.parts] != [
             (p.slices, p.targets) for p in other.parts
         ]:
             raise MismatchError(
                 "The two moments files cover different columns; calibrate both with the same "
                 "scope and layer band."
-            )
-        if [p.metric is None for p in self.parts] != [p.metric is None for p in other.parts]:
-            raise MismatchError(
-                "One of the two moments files weighs its tokens, the other does not; calibrate "
-                "both with the same weighting."
             )
         parts = tuple(
             replace(
