@@ -10,22 +10,25 @@ from typing import Any
 
 import pytest
 import typer
-from click.testing import CliRunner
 from rich.console import Console
+from typer.testing import CliRunner
 
 from trtllm_kvmap.cli import app
 
 door = importlib.import_module("trtllm_kvmap.cli.app")  # cli.app is the typer application
 
 
-def commands(group: Any) -> list[Any]:
+def commands(group: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
+    """Every command with the words that call it."""
     inner = getattr(group, "commands", None)
-    return [group] if inner is None else [c for each in inner.values() for c in commands(each)]
+    if inner is None:
+        return [(path, group)]
+    return [found for name, each in inner.items() for found in commands(each, (*path, name))]
 
 
 def test_an_option_that_verbs_share_says_the_same_everywhere() -> None:
     said: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
-    for command in commands(typer.main.get_command(app)):
+    for _, command in commands(typer.main.get_command(app)):
         for parameter in command.params:
             if parameter.name in ("json", "allow_unproven") or (
                 parameter.name in ("source", "target") and parameter.required
@@ -41,7 +44,7 @@ def test_every_verb_asks_for_its_json_before_it_works(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     found = 0
-    for command in commands(typer.main.get_command(app)):
+    for path, command in commands(typer.main.get_command(app)):
         if all(parameter.name != "json" for parameter in command.params):
             continue
         found += 1
@@ -50,7 +53,7 @@ def test_every_verb_asks_for_its_json_before_it_works(
             if parameter.required:
                 is_option = parameter.param_type_name == "option"
                 arguments += [parameter.opts[0], "1"] if is_option else ["1"]
-        refused = CliRunner().invoke(command, arguments)
+        refused = CliRunner().invoke(app, [*path, *arguments])
         assert refused.exit_code == 2, command.name
         assert "is a folder; give the name of a file" in refused.output, command.name
         assert not list(tmp_path.iterdir()), command.name
