@@ -275,6 +275,36 @@ def test_a_failure_alone_leaves_exact_blocks(kvmap: KvMap) -> None:
     assert exact_now(scheduler, salt, 28) == 28
 
 
+def test_a_failure_leaves_what_an_older_request_computed_on_mapped_tokens(kvmap: KvMap) -> None:
+    """Blocks behind the failed one, of an earlier turn, whose own first block was evicted."""
+    offers = Offers()
+    engine = TrueEngine(make(kvmap, offers, first=0))
+    salt = offered(offers, PROMPT[:4])
+    engine.serve(RequestView("older", PROMPT[:9], salt))
+    del engine.blocks[salt, PROMPT[:4]]
+    offered(offers, PROMPT[:4])
+    engine.serve(RequestView("lost", PROMPT[:9], salt), fail=True, keep_old=True)
+    assert engine.hits(salt, PROMPT[:9]) == (8, 4)
+    assert exact_now(engine.scheduler, salt, 8) <= 4
+
+
+def test_a_load_before_the_failed_one_stands(kvmap: KvMap) -> None:
+    offers = Offers()
+    scheduler = make(kvmap, offers, first=0)
+    salt = offered(offers, PROMPT)
+    scheduler.match(RequestView("r", PROMPT, salt), 0)
+    scheduler.allocated("r", [0, 1])
+    (held,) = scheduler.take_orders()
+    scheduler.allocated("r", [2, 3, 4, 5, 6, 7])
+    (lost,) = scheduler.take_orders()
+    scheduler.failed(FailedLoad("r", lost.block_ids, "gone"))
+    status = scheduler.status("r")
+    assert status is not None
+    assert (status.state, status.mapped) == ("fallback_reprefill", held.last)
+    scheduler.finished("r", PROMPT)
+    assert exact_now(scheduler, salt, 28) == 0
+
+
 def test_bad_counts_are_refused(kvmap: KvMap) -> None:
     for counts in ({"window": -1}, {"first": -1}):
         with pytest.raises(InputError, match="must not be negative"):

@@ -45,23 +45,41 @@ def test_a_forgotten_conversation_counts_as_approximate(monkeypatch: pytest.Monk
     monkeypatch.setattr(provenance, "REMEMBERED", 2)
     record, tokens = Provenance(4), list(range(10))
     for salt in ("a", "b"):
-        record.note(salt, tokens, 10)
-    record.note("a", tokens[:4], 4)  # used again
-    record.note("c", tokens, 10)
+        record.note(salt, tokens, 10, set())
+    record.note("a", tokens[:4], 4, set())  # used again
+    record.note("c", tokens, 10, set())
     assert [record.exact_tokens(salt, tokens) for salt in "abc"] == [8, 0, 8]
 
 
 def test_a_block_is_exact_only_if_all_before_it_are() -> None:
     record, tokens = Provenance(4), list(range(16))
-    record.note("s", tokens, 16)
+    record.note("s", tokens, 16, set())
     assert record.exact_tokens("s", tokens[:11]) == 8
     assert record.exact_tokens("s", [99, *tokens[1:]]) == 0
     assert record.exact_tokens("s", [*tokens[:4], 99, *tokens[5:]]) == 4
-    record.note("s", tokens[:8], 7)
+    first: set[bytes] = set()
+    record.note("s", tokens[:8], 7, first)
     assert record.exact_tokens("s", tokens) == 4, "a block was mapped in part"
-    record.note("s", tokens, 16)
+    record.note("s", tokens, 16, set())
     assert record.exact_tokens("s", tokens) == 4, "which of the two an engine keeps is unknown"
-    record.retract("s", tokens)
+    record.retract("s", first)
+    assert record.exact_tokens("s", tokens) == 16
+
+
+def test_only_what_a_request_marked_itself_is_taken_back() -> None:
+    record, tokens = Provenance(4), list(range(16))
+    first: set[bytes] = set()
+    second: set[bytes] = set()
+    record.note("s", tokens, 4, first)
+    record.note("s", tokens, 4, second)
+    record.note("s", tokens, 4, second)  # once more, in a later step
+    record.note("s", tokens, 16, set())  # each block was computed by the target once, too
+    record.retract("s", second)
+    assert record.exact_tokens("s", tokens) == 4, "the first request's blocks may be there still"
+    record.retract("s", second)
+    record.retract("another salt", {b"unknown"})
+    assert record.exact_tokens("s", tokens) == 4
+    record.retract("s", first)
     assert record.exact_tokens("s", tokens) == 16
 
 

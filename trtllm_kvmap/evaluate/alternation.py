@@ -2,8 +2,8 @@
 mapper's authors (arXiv 2608.03893): does the drift grow from turn to turn?
 
 Every arm reads the same tokens: after each turn the right answer, not the model's own, joins the
-conversation, so that turns can be compared. A conversation is one decode.session.session.Session: a model
-that comes back keeps what it had read, and only what it missed is mapped.
+conversation, so that turns can be compared. A conversation is one decode.session.session.Session:
+a model that comes back keeps what it had read, and only what it missed is mapped.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ computed or decoded on top of them.
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ REMEMBERED = 4096
 
 class _Blocks(NamedTuple):
     exact: set[bytes]
-    approximate: set[bytes]
+    approximate: Counter[bytes]  # by how many requests each was marked so
 
 
 class Provenance:
@@ -32,26 +32,36 @@ class Provenance:
         self._tokens_per_block = tokens_per_block
         self._salts: OrderedDict[str, _Blocks] = OrderedDict()
 
-    def note(self, salt: str, token_ids: Sequence[int], exact: int) -> None:
+    def note(self, salt: str, token_ids: Sequence[int], exact: int, marked: set[bytes]) -> None:
         """The engine may hold these tokens under ``salt``, the first ``exact`` of them exactly. A
-        last block that is not full does not count.
+        last block that is not full does not count. ``marked`` are the blocks that this request has
+        marked approximate so far, and is added to.
         """
-        blocks = self._salts.setdefault(salt, _Blocks(set(), set()))
+        blocks = self._salts.setdefault(salt, _Blocks(set(), Counter()))
         for end, digest in self._digests(token_ids):
-            (blocks.exact if end <= exact else blocks.approximate).add(digest)
+            if end <= exact:
+                blocks.exact.add(digest)
+            elif digest not in marked:
+                marked.add(digest)
+                blocks.approximate[digest] += 1
         self._salts.move_to_end(salt)
         while len(self._salts) > REMEMBERED:
             self._salts.popitem(last=False)
 
-    def retract(self, salt: str, token_ids: Sequence[int]) -> None:
-        """These tokens were noted as approximate, but never came to be."""
+    def retract(self, salt: str, marked: set[bytes]) -> None:
+        """What this request has marked approximate never came to be; what others marked stays."""
         if salt in self._salts:
-            self._salts[salt].approximate.difference_update(d for _, d in self._digests(token_ids))
+            approximate = self._salts[salt].approximate
+            approximate.subtract(marked & approximate.keys())
+            for digest in marked:
+                if approximate[digest] <= 0:
+                    del approximate[digest]
+        marked.clear()
 
     def exact_tokens(self, salt: str, token_ids: Sequence[int]) -> int:
         """How many first tokens of ``token_ids`` are known to be exact, in whole blocks."""
         blocks = self._salts.get(salt)
-        known = blocks.exact - blocks.approximate if blocks else set()
+        known = blocks.exact - blocks.approximate.keys() if blocks else set()
         count = 0
         for end, digest in self._digests(token_ids) if known else ():
             if digest not in known:

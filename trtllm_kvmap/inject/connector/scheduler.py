@@ -42,6 +42,8 @@ class _Tracked:
     exact: int  # the first tokens that are exact
     loaded: int = 0  # tokens before it are in the engine's blocks, or ordered to be
     block_ids: list[int] = field(default_factory=list)
+    ordered: set[int] = field(default_factory=set)  # blocks with a load that is not known to fail
+    marked: set[bytes] = field(default_factory=set)  # see Provenance.note
     started: bool = False  # the engine gave it blocks once
 
 
@@ -89,6 +91,7 @@ class HandoffScheduler:
             self._tracked[request.request_id] = tracked
         tracked.loaded = num_computed
         tracked.block_ids.clear()
+        tracked.ordered.clear()
         if tracked.status.state != "applied":
             return 0
         return max(tracked.end - num_computed, 0)
@@ -122,6 +125,7 @@ class HandoffScheduler:
                     table=BlockTable(tuple(tracked.block_ids), self._tokens_per_block),
                 )
             )
+            tracked.ordered.update(orders[-1].block_ids)
             tracked.loaded = last
         return tuple(orders)
 
@@ -135,7 +139,11 @@ class HandoffScheduler:
         self._fall_back(request_id, reason)
 
     def failed(self, load: FailedLoad) -> None:
-        """The worker could not fill these blocks, and the engine will compute their tokens."""
+        """The worker could not fill these blocks, and the engine will compute their tokens. Blocks
+        of an earlier load stand, and what follows them is approximate.
+        """
+        if load.request_id in self._tracked:
+            self._tracked[load.request_id].ordered.difference_update(load.block_ids)
         self._fall_back(load.request_id, load.reason)
 
     def status(self, request_id: str) -> HandoffStatus | None:
@@ -259,16 +267,17 @@ class HandoffScheduler:
         tracked = self._tracked.get(request_id)
         if tracked is None or tracked.status.state == "unsupported":
             return
-        if not tracked.status.already_approximate and not self._shares(tracked):
+        approximate = tracked.ordered or tracked.status.already_approximate
+        if not approximate and not self._shares(tracked):
             tracked.exact = len(tracked.token_ids)
-            self._provenance.retract(tracked.salt or "", tracked.token_ids)
+            self._provenance.retract(tracked.salt or "", tracked.marked)
         tracked.status = replace(
             tracked.status,
             state="fallback_reprefill",
             reason=reason,
             spliced=0,
             sink=0,
-            mapped=0,
+            mapped=len(tracked.ordered) * self._tokens_per_block,
             sink_missed=0,
         )
 
@@ -276,7 +285,7 @@ class HandoffScheduler:
         if tracked.salt:
             # Whatever follows an exact prompt was computed on top of it.
             exact = len(token_ids) if tracked.exact >= len(tracked.token_ids) else tracked.exact
-            self._provenance.note(tracked.salt, token_ids, exact)
+            self._provenance.note(tracked.salt, token_ids, exact, tracked.marked)
 
     def _shares(self, tracked: _Tracked) -> bool:
         """Whether another request that is not over uses the same hand-over."""
