@@ -22,6 +22,31 @@ cudaError_t allowShared(void (*kernel)(Params...), std::size_t sharedBytes)
         : cudaFuncSetAttribute(reinterpret_cast<void const*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
             static_cast<int>(sharedBytes));
 }
+
+//! How a kernel is launched in clusters of \p cluster neighbouring blocks. It stays where it is made, since config
+//! points into it.
+struct ClusterLaunch
+{
+    cudaLaunchAttribute attribute{};
+    cudaLaunchConfig_t config{};
+
+    ClusterLaunch(uint32_t cluster, dim3 grid, dim3 block, std::size_t sharedBytes, cudaStream_t stream)
+    {
+        attribute.id = cudaLaunchAttributeClusterDimension;
+        attribute.val.clusterDim.x = cluster;
+        attribute.val.clusterDim.y = 1;
+        attribute.val.clusterDim.z = 1;
+        config.gridDim = grid;
+        config.blockDim = block;
+        config.dynamicSmemBytes = sharedBytes;
+        config.stream = stream;
+        config.attrs = &attribute;
+        config.numAttrs = cluster > 1 ? 1 : 0; // older GPUs know none
+    }
+
+    ClusterLaunch(ClusterLaunch const&) = delete;
+    ClusterLaunch& operator=(ClusterLaunch const&) = delete;
+};
 #endif
 
 //! Launch \p kernel on \p stream with \p sharedBytes of dynamic shared memory, in clusters of \p cluster neighbouring
@@ -39,20 +64,12 @@ char const* launchClusters(void (*kernel)(Params...), uint32_t cluster, dim3 gri
                  .error;
     return tError.empty() ? nullptr : tError.c_str();
 #else
-    cudaLaunchAttribute attribute{};
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = cluster;
-    attribute.val.clusterDim.y = 1;
-    attribute.val.clusterDim.z = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = grid;
-    config.blockDim = block;
-    config.dynamicSmemBytes = sharedBytes;
-    config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = cluster > 1 ? 1 : 0; // older GPUs know none
+    ClusterLaunch launch(cluster, grid, block, sharedBytes, stream);
     cudaError_t error = allowShared(kernel, sharedBytes);
-    error = error == cudaSuccess ? cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...) : error;
+    if (error == cudaSuccess)
+    {
+        error = cudaLaunchKernelEx(&launch.config, kernel, std::forward<Arguments>(arguments)...);
+    }
     if (error == cudaSuccess)
     {
         return nullptr;

@@ -32,20 +32,10 @@ int32_t residentClusters(void (*kernel)(Params...), int32_t cluster, int32_t thr
     static_cast<void>(sharedBytes);
     return 2;
 #else
-    cudaLaunchAttribute attribute{};
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = cluster;
-    attribute.val.clusterDim.y = 1;
-    attribute.val.clusterDim.z = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = cluster;
-    config.blockDim = threads;
-    config.dynamicSmemBytes = sharedBytes;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
+    ClusterLaunch launch(static_cast<uint32_t>(cluster), dim3(cluster), dim3(threads), sharedBytes, nullptr);
     int count = 0;
     bool const asked = allowShared(kernel, sharedBytes) == cudaSuccess
-        && cudaOccupancyMaxActiveClusters(&count, kernel, &config) == cudaSuccess;
+        && cudaOccupancyMaxActiveClusters(&count, kernel, &launch.config) == cudaSuccess;
     if (!asked)
     {
         cudaGetLastError(); // 0 says it

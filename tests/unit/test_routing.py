@@ -225,6 +225,10 @@ def test_speeds_go_through_a_file(tmp_path: Path) -> None:
             Speeds.from_json(json.loads(path.read_text()) | changed)
     with pytest.raises(InputError):
         Speeds.load(tmp_path / "none.json")
+    deep = tmp_path / "deep.json"
+    deep.write_text("[" * 100_000)
+    with pytest.raises(InputError, match="cannot be read as speeds"):
+        Speeds.load(deep)
 
 
 def test_bytes_of_a_token_are_those_of_its_keys_and_values() -> None:

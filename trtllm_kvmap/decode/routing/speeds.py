@@ -118,7 +118,7 @@ class Speeds:
         """Raises InputError when no speeds can be read from ``path``."""
         try:
             entry = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise InputError(
                 f"{path} cannot be read as speeds ({error}). "
                 f"`trtllm-kvmap plan --measure --speeds FILE` writes them."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from trtllm_kvmap.artifact.json_file import read_json
 from trtllm_kvmap.errors import FormatError
 
 FigureJson = dict[str, float | None]  # value, low and high, see bootstrap.Figure
@@ -107,13 +107,7 @@ class Diagnosis:
     @staticmethod
     def load(path: str | Path) -> Diagnosis:
         """Raises FormatError when there is no diagnosis at ``path``."""
-        try:
-            entry = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise FormatError(
-                f"{path} cannot be read as a diagnosis ({error}). Give what `trtllm-kvmap diagnose "
-                f"--json` wrote."
-            ) from error
+        entry = read_json(path, "a diagnosis", "trtllm-kvmap diagnose --json")
         return Diagnosis.from_json(entry, str(path))
 
 

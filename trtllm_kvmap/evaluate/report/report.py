@@ -10,6 +10,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from trtllm_kvmap.artifact.json_file import read_json
 from trtllm_kvmap.artifact.whole import write_text
 from trtllm_kvmap.errors import FormatError, MismatchError, UnprovenError
 from trtllm_kvmap.evaluate.diagnosis.diagnosis import Diagnosis
@@ -86,13 +87,7 @@ class Report:
     @staticmethod
     def load(path: str | Path) -> Report:
         """Raises FormatError when there is no report at ``path``."""
-        try:
-            entry = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise FormatError(
-                f"{path} cannot be read as a report ({error}). Give what `trtllm-kvmap evaluate "
-                f"--json` wrote."
-            ) from error
+        entry = read_json(path, "a report", "trtllm-kvmap evaluate --json")
         return Report.from_json(entry, str(path))
 
 

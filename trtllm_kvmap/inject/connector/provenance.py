@@ -52,9 +52,9 @@ class Provenance:
         """What this request has marked approximate never came to be; what others marked stays."""
         if salt in self._salts:
             approximate = self._salts[salt].approximate
-            approximate.subtract(marked & approximate.keys())
-            for digest in marked:
-                if approximate[digest] <= 0:
+            for digest in marked & approximate.keys():
+                approximate[digest] -= 1
+                if not approximate[digest]:
                     del approximate[digest]
         marked.clear()
 
