@@ -73,13 +73,18 @@ def test_every_token_is_asked_for_alone(architecture: str, random_model: Callabl
     loaded, ids = random_model(architecture), torch.tensor(random_tokens(60))
     cache = prefill(loaded, ids).cache
     before, asked = stacked(cache), torch.tensor([50, 4, 23, 24, 4])
+    rows: list[torch.Size] = []
+    head = loaded.model.get_output_embeddings()
     for held in (cache, fork(cache, SINKS)):
+        hook = head.register_forward_hook(lambda _m, _i, logits: rows.append(logits.shape[:-1]))
         found = losses_again(loaded, held, ids, asked)
+        hook.remove()
         expected = [
             nats(loaded, held, ids[t - LEAD : t].tolist(), int(ids[t]), range(60, 60 + LEAD))
             for t in asked.tolist()
         ]
         np.testing.assert_allclose(found, expected, atol=1e-4)
+    assert rows == [(1, 5)] * 2, "logits of the end of each lead alone"
     assert torch.equal(stacked(cache), before)
     assert losses_again(loaded, cache, ids, asked[:0]).shape == (0,)
 

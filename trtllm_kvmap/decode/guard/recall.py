@@ -113,10 +113,10 @@ def losses_again(
         position_ids=(len(ids) + steps).repeat(1, count),
         attention_mask=mask[None, None],
         use_cache=True,
+        logits_to_keep=torch.arange(LEAD - 1, count * LEAD, LEAD, device=device),  # each lead's end
         **{loaded.cache_argument: fork(cache)},
     ).logits
-    last = logits[0, LEAD - 1 :: LEAD].double()
-    return torch.nn.functional.cross_entropy(last, ids[asked], reduction="none").cpu()
+    return torch.nn.functional.cross_entropy(logits[0].double(), ids[asked], reduction="none").cpu()
 
 
 def _candidates(
