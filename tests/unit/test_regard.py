@@ -7,12 +7,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trtllm_kvmap.artifact.moments import MomentSet
 from trtllm_kvmap.calibrate.capture import (
@@ -100,6 +102,28 @@ def test_the_model_is_left_as_it_was(random_model: Callable[..., LoadedModel]) -
     with attention_given(loaded) as given:
         prefill(other, [5, 9, 2])
     assert not given, "another model's attention is not this one's"
+
+
+def test_the_attention_that_a_host_put_into_the_table_stays_there(
+    pair: tuple[LoadedModel, LoadedModel],
+) -> None:
+    usual, calls = ALL_ATTENTION_FUNCTIONS["sdpa"], []
+
+    def of_the_host(*given: Any, **more: Any) -> Any:
+        calls.append(given)
+        return usual(*given, **more)
+
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = of_the_host
+    try:
+        with attention_given(pair[0]) as given:
+            prefill(pair[0], [5, 9, 2])
+        assert len(given) == len(calls) == 2, "it runs inside the block as well"
+        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is of_the_host
+    finally:
+        del ALL_ATTENTION_FUNCTIONS["sdpa"]
+    with attention_given(pair[0]):
+        pass
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is usual
 
 
 def test_two_threads_take_turns(pair: tuple[LoadedModel, LoadedModel]) -> None:

@@ -150,6 +150,8 @@ def attention_given(loaded: LoadedModel) -> Iterator[list[Attention]]:
             yield given
         finally:
             del ALL_ATTENTION_FUNCTIONS["sdpa"]  # type: ignore[no-untyped-call]
+            if ALL_ATTENTION_FUNCTIONS["sdpa"] is not attend:  # a host's own entry stood there
+                ALL_ATTENTION_FUNCTIONS["sdpa"] = attend
             model.set_attn_implementation(usual)
 
 
