@@ -352,6 +352,20 @@ def test_shards_must_belong_together_and_cover_the_target() -> None:
         fit([band, stranger], FitConfig(n=2))
 
 
+def test_two_files_of_the_same_columns_are_told_apart_from_shards() -> None:
+    rows = draw_rows(*EQUAL)
+    shards = [rows.moment_set(layers=band) for band in (range(3), range(2, 4))]
+    with pytest.raises(MismatchError, match=r"same columns \(keys and values of target layer 2,"):
+        fit(shards, FitConfig(n=2))
+    whole = replace(rows.moment_set(), record={"documents": 1, "tokens": 1, "text": []})
+    with pytest.raises(MismatchError, match="Give one of the two, or add them up"):
+        fit([whole, whole], FitConfig(n=2))
+    once, twice = (fit(moments, FitConfig(n=2)) for moments in (whole, whole + whole))
+    for a, b in zip(once.groups, twice.groups, strict=True):  # as the message has it
+        if a.weight is not None:
+            torch.testing.assert_close(a.weight, b.weight)
+
+
 def test_moments_sharded_by_head_serve_head_and_slice_but_not_pooled() -> None:
     rows = draw_rows(*EQUAL)
     parts = []

@@ -10,13 +10,13 @@ from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.artifact.moments import MomentSet
 from trtllm_kvmap.errors import InputError, MismatchError
 from trtllm_kvmap.fit.blocks import FittedGroup
-from trtllm_kvmap.fit.centred import CentredPart
+from trtllm_kvmap.fit.centred import CentredPart, describe
 from trtllm_kvmap.fit.config import FitConfig
 from trtllm_kvmap.fit.copy import fit_copy
 from trtllm_kvmap.fit.head import fit_head
 from trtllm_kvmap.fit.pooled import fit_pooled
 from trtllm_kvmap.fit.slice import fit_slice
-from trtllm_kvmap.spec.slices import FIELDS, Field
+from trtllm_kvmap.spec.slices import FIELDS, Field, Slice
 
 __all__ = ["SCOPES", "FitConfig", "fit"]
 
@@ -43,9 +43,13 @@ def fit(moments: MomentSet | Iterable[MomentSet], config: FitConfig) -> KvMap:
     first: MomentSet | None = None
     fitted: list[FittedGroup] = []
     records: list[dict[str, Any]] = []
+    covered: set[Slice] = set()
     for shard in shards:
         first = first or replace(shard, parts=())  # not the moments themselves: they are large
         _require_same_pair(first, shard)
+        targets = {t for part in shard.parts for t in part.targets}
+        _require_apart(targets & covered)
+        covered |= targets
         for part in shard.parts:
             centred = CentredPart(part, shard.source, shard.target)
             fitted += SCOPES[config.scope](centred, config)
@@ -91,6 +95,15 @@ def _require_same_pair(first: MomentSet, shard: MomentSet) -> None:
     if pairs[0] != pairs[1]:
         raise MismatchError(
             "The moments files come from different models; give the shards of one pair."
+        )
+
+
+def _require_apart(twice: set[Slice]) -> None:
+    if twice:
+        raise MismatchError(
+            f"Two of the moments files hold the same columns ({describe(list(twice))}); several "
+            f"files are fitted together where each has a layer band of its own. Give one of the "
+            f"two, or add them up before: (MomentSet.load(a) + MomentSet.load(b)).save(c)."
         )
 
 
