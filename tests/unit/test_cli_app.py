@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import re
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from trtllm_kvmap.cli import app
+from trtllm_kvmap.cli.wording import in_flags
 
 door = importlib.import_module("trtllm_kvmap.cli.app")  # cli.app is the typer application
 
@@ -58,6 +60,74 @@ def test_every_verb_asks_for_its_json_before_it_works(
         assert "is a folder; give the name of a file" in refused.output, command.name
         assert not list(tmp_path.iterdir()), command.name
     assert found > 10
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("k must be at least 1, got 0.", "--k must be at least 1, got 0."),
+        (
+            "max_tokens must leave two tokens after skip_first = 4; got -1.",
+            "--max-tokens must leave two tokens after --skip-first = 4; got -1.",
+        ),
+        (
+            "skip, k and skip_first must not be negative.",
+            "--skip, --k and --skip-first must not be negative.",
+        ),
+        ("Plan with a smaller skip_first.", "Plan with a smaller --skip-first."),
+        (
+            "Calibrate jointly, or fit with fields=same.",
+            "Calibrate jointly, or fit with --fields same.",
+        ),
+        ("Load it with allow_unproven=True.", "Load it with --allow-unproven."),
+        ("json must be a file.", "json must be a file."),  # no option of this command
+        ("The tokens must match; skip nothing.", "The tokens must match; skip nothing."),
+        ("There is no /a/max_tokens.", "There is no /a/max_tokens."),
+        (
+            "There is no max_tokens/x or skip_first.txt.",
+            "There is no max_tokens/x or skip_first.txt.",
+        ),
+        (
+            "The entry 'max_tokens' or `skip_first` is odd.",
+            "The entry 'max_tokens' or `skip_first` is odd.",
+        ),
+        (
+            "mean_max_tokens and max_tokens_held are others.",
+            "mean_max_tokens and max_tokens_held are others.",
+        ),
+    ],
+)
+def test_parameters_of_the_library_become_the_flags_that_were_given(
+    message: str, said: str
+) -> None:
+    names = ("k", "skip", "skip_first", "max_tokens", "allow_unproven", "fields", "tokens")
+    flags = {name: f"--{name.replace('_', '-')}" for name in names}
+    assert in_flags(message, flags) == said
+    assert in_flags(message, {}) == message
+
+
+def test_no_verb_complains_of_a_parameter_by_its_name_in_python(tmp_path: Path) -> None:
+    """Every option that is a number, at -1; the rest of the command is a folder."""
+    found = 0
+    for path, command in commands(typer.main.get_command(app)):
+        required = []
+        for parameter in command.params:
+            if parameter.required:
+                is_option = parameter.param_type_name == "option"
+                required += [parameter.opts[0], str(tmp_path)] if is_option else [str(tmp_path)]
+        for parameter in command.params:
+            default = parameter.default
+            first = default[0] if isinstance(default, list | tuple) and default else default
+            if type(first) not in (int, float):
+                continue
+            refused = CliRunner().invoke(app, [*path, *required, parameter.opts[0], "-1"])
+            if "must" in refused.output:
+                found += 1
+                assert refused.exit_code == 2
+                assert parameter.opts[0] in refused.output, (command.name, refused.output)
+            names = re.findall(r"\b[a-z0-9]+(?:_[a-z0-9]+)+\b", refused.output)
+            assert not {p.name for p in command.params} & set(names), refused.output
+    assert found > 20
 
 
 def test_work_has_a_bar_of_its_own_each(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,7 +155,7 @@ class KvMap:
             raise UnprovenError(
                 f"{path} carries no evidence: no held-out report vouches for this map. Run "
                 f"`trtllm-kvmap evaluate` "
-                f"on it, or load it with allow_unproven=True (--allow-unproven)."
+                f"on it, or load it with allow_unproven=True."
             )
         return kvmap
 

@@ -22,6 +22,7 @@ from rich.progress import (
 )
 
 from trtllm_kvmap.artifact.whole import require_writable, write_text
+from trtllm_kvmap.cli.wording import flags_of, in_flags
 from trtllm_kvmap.errors import KvMapError
 
 Result = TypeVar("Result")
@@ -40,13 +41,14 @@ complaints = Console(stderr=True)
 
 def verb(command: Callable[..., Result]) -> Callable[..., Result]:
     """Register a command. Whether its --json can be written is asked before it does anything; a
-    KvMapError ends it with one sentence and exit status 2.
+    KvMapError ends it with one sentence, in the words of its flags, and exit status 2.
     """
     return register(app, command)
 
 
 def register(group: typer.Typer, command: Callable[..., Result]) -> Callable[..., Result]:
     """verb() for a command of ``group``."""
+    flags = flags_of(command)
 
     @wraps(command)
     def run(*args: Any, **kwargs: Any) -> Result:
@@ -54,9 +56,8 @@ def register(group: typer.Typer, command: Callable[..., Result]) -> Callable[...
             require_all_writable(kwargs.get("json"))
             return command(*args, **kwargs)
         except KvMapError as error:
-            complaints.print(
-                f"trtllm-kvmap: {error}", markup=False, highlight=False, soft_wrap=True
-            )
+            said = in_flags(str(error), flags)
+            complaints.print(f"trtllm-kvmap: {said}", markup=False, highlight=False, soft_wrap=True)
             raise typer.Exit(2) from error
 
     run.__signature__ = inspect.signature(command, eval_str=True)  # type: ignore[attr-defined]

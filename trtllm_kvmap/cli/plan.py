@@ -28,7 +28,9 @@ MEASURED_LENGTHS = 6  # the conversation's own, its half, and so on
 @verb
 def plan(
     kvmap: KvMapArgument,
-    tokens: Annotated[int, typer.Option(help="length of the conversation")],
+    num_tokens: Annotated[
+        int, typer.Option("--tokens", help="length of the conversation, in tokens")
+    ],
     reply_tokens: Annotated[int, typer.Option(help="tokens still to be said")] = 64,
     direction: Annotated[
         str | None, typer.Option(help="up or down (default: up when the target decodes slower)")
@@ -54,9 +56,9 @@ def plan(
     A map without evidence is never chosen.
     """
     loaded = KvMap.load(kvmap, allow_unproven=True)
-    situation = Situation(tokens, reply_tokens, direction, mirrored)  # type: ignore[arg-type]
+    situation = Situation(num_tokens, reply_tokens, direction, mirrored)  # type: ignore[arg-type]
     if measure:
-        known = _measure(loaded, source, target, tokens, speeds)
+        known = _measure(loaded, source, target, num_tokens, speeds)
     elif speeds is not None:
         known = Speeds.load(speeds)
     else:
