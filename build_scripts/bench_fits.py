@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 from fit_own_layers import own_layers_curve
+from fit_position_bias import position_bias_curve
+from fit_ranks import low_ranks
 from fit_shared import shared_correction_curve
 from fit_time import qwen3_fit_time
 
@@ -52,7 +54,6 @@ OWN = (FitGrid(scope=("slice",), n=(4, 8), ridge=RIDGES),)
 BOTH = (FitGrid(scope=("slice",), n=(8, 12, 16), ridge=RIDGES, fields="both"),)
 MLP = RefineConfig("mlp", hidden=256, steps=300)
 RESIDUAL = RefineConfig("residual", steps=80, learning_rate=1e-3)
-CUTS, RANKS, WIDER_RANKS = ("plain", "data", "output"), (8, 12, 16, 24), (32, 48)
 WEIGHTINGS = "uniform", "sensitivity", "attention"
 
 
@@ -76,6 +77,7 @@ WAYS = {
     "plain ridge + residual": Way("uniform", PLAIN, RESIDUAL),
     "plain ridge + mlp": Way("uniform", PLAIN, MLP),
     "by sensitivity, keys and values + mlp": Way("sensitivity", BOTH, MLP),
+    "by attention, keys and values + mlp": Way("attention", BOTH, MLP),
 }
 BASELINE = "plain ridge"
 # Head-local ridge is the cheapest map, and fails on the first pair: less than the source alone.
@@ -110,9 +112,10 @@ def _pair(source_name: str, target_name: str) -> dict[str, Any]:
         "best": best,
         "gain": rows[best]["gain"],
         "table": rows,
-        "ranks": bench.ranks(),
+        "ranks": low_ranks(bench, moments["attention"]),
         "storage": bench.storage(),
         "predictors": bench.predictors(),
+        "position_bias": bench.position_bias(),
     }
     if source.spec.num_kv_heads == target.spec.num_kv_heads:
         result["failing"] = bench.failing()
@@ -203,7 +206,9 @@ class Bench:
         return refine(kvmap, self.source, self.target, documents, config, continuations=asked)
 
     def judged(self, kvmap: KvMap, split: str) -> Draws:
-        bridge = KvBridge(kvmap, source=self.source, target=self.target)
+        return self.handed_over(KvBridge(kvmap, source=self.source, target=self.target), split)
+
+    def handed_over(self, bridge: KvBridge, split: str) -> Draws:
         plan = {"first_tokens": JUDGED.first_tokens, "repair_window": JUDGED.repair_window}
         ready = [
             mapped(bridge, lambda count: plan_handoff(count, **plan), reading)
@@ -224,28 +229,6 @@ class Bench:
     def gain(self, judged: Draws, baseline: Draws) -> dict[str, Any]:
         """Gap recovered beyond the baseline's, paired over documents."""
         return figure(self._gap(judged) - self._gap(baseline)).to_json()
-
-    def ranks(self) -> list[dict[str, Any]]:
-        """Low rank by what is cut, for all heads of a layer together and for each head apart;
-        ``gain`` and ``nll_gain`` (nats saved) are paired with cutting plainly.
-        """
-        wider = WIDER_RANKS if self.target.spec.head_dim > max(WIDER_RANKS) else ()
-        rows = []
-        for scope in ({"scope": "pooled", "k": 3}, {"scope": "slice", "n": 12}):
-            for rank in (*RANKS, *wider):
-                judged = {}
-                for cut in CUTS:
-                    config = FitConfig(ridge=1e-6, fields="both", rank=rank, cut=cut, **scope)
-                    judged[cut] = self.judged(fit(self.moments["attention"], config), "report")
-                    saved = judged["plain"].nll - judged[cut].nll
-                    rows.append(
-                        {
-                            **{**scope, "cut": cut, "rank": rank, **self.figures(judged[cut])},
-                            "gain": self.gain(judged[cut], judged["plain"]),
-                            "nll_gain": figure(saved).to_json(),
-                        }
-                    )
-        return rows
 
     def storage(self) -> list[dict[str, Any]]:
         """What rounding the weights costs the best matrices."""
@@ -279,6 +262,17 @@ class Bench:
             **{name: self.figures(each) for name, each in judged.items()},
             "recovered_of_what_ridge_loses": figure(share).to_json(),
         }
+
+    def position_bias(self) -> list[dict[str, Any]]:
+        """Plain ridge with a bias for each stretch of positions behind it."""
+        kvmap = self.best("uniform", PLAIN)
+
+        def figures(bridge: KvBridge) -> dict[str, Any]:
+            chosen = self.handed_over(bridge, "selection")
+            judged = self.figures(self.handed_over(bridge, "report"))
+            return {"selection_nll": float(chosen.nll[0]), **judged}
+
+        return position_bias_curve(kvmap, self.source, self.target, self.texts, figures)
 
     def own_layers(self) -> list[dict[str, Any]]:
         """Plain `slice` ridge with m of the target's own layers among what it may read."""

@@ -12,6 +12,7 @@ from fit_rows import draw_rows, targets_of
 from trtllm_kvmap.artifact.moments import MomentSet
 from trtllm_kvmap.errors import InputError, MismatchError
 from trtllm_kvmap.fit import FitConfig, fit
+from trtllm_kvmap.fit.grid import FitGrid
 from trtllm_kvmap.fit.lowrank import EVERY_DIRECTION, geometric_mean
 
 ROWS = draw_rows((3, 2, 4), (3, 2, 6))
@@ -153,3 +154,15 @@ def test_float8_weights_are_within_their_rounding_and_a_quarter_of_the_size() ->
 def test_bad_options_are_named(options: dict, message: str) -> None:
     with pytest.raises(InputError, match=message):
         FitConfig(**options)
+
+
+def test_a_grid_compares_every_cut_of_every_rank_and_full_matrices_once() -> None:
+    grid = FitGrid(scope=("copy", "pooled"), k=(3,), rank=(0, 2, 4), cut=("plain", "output"))
+    found = [(c.scope, c.rank, c.cut) for c in grid.candidates()]
+    low = [("pooled", rank, cut) for rank in (2, 4) for cut in ("plain", "output")]
+    assert found == [("copy", 0, "plain"), ("pooled", 0, "plain"), *low]
+
+
+def test_a_grid_names_a_bad_cut() -> None:
+    with pytest.raises(InputError, match="cut must be one of output, data, plain; got 'query'"):
+        FitGrid(rank=(2,), cut=("query",)).candidates()

@@ -35,7 +35,7 @@ class FitConfig:
         default=0,
         metadata={"help": "Rank of a group's matrix (0: as it is fitted)."},
     )
-    cut: Literal["output", "data", "plain"] = field(
+    cut: str = field(
         default="data",
         metadata={
             "help": "What a low rank loses least of: what the target makes of keys and values "

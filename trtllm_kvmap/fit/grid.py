@@ -35,9 +35,13 @@ class FitGrid:
     rank: tuple[int, ...] = field(
         default=(0,), metadata={"help": "rank of each matrix, 0 for full; repeatable"}
     )
-    cut: Literal["output", "data", "plain"] = field(
-        default="data",
-        metadata={"help": "what a low rank loses least of: see FitConfig"},
+    cut: tuple[str, ...] = field(
+        default=("data",),
+        metadata={
+            "help": "what a low rank loses least of: what the target makes of keys and values "
+            "(output, after calibrate --weighting), their error (data), the weight's own singular "
+            "values (plain); repeatable"
+        },
     )
     dtype: Literal["float32", "float16", "bfloat16", "float8_e4m3fn"] = field(
         default="float32", metadata={"help": "type the weights are stored in"}
@@ -46,8 +50,8 @@ class FitGrid:
     def candidates(self) -> list[FitConfig]:
         """The distinct configurations, in order. Raises InputError as FitConfig does."""
         found: dict[FitConfig, None] = {}
-        axes = self.scope, self.k, self.n, self.ridge, self.rank
-        for scope, k, n, ridge, rank in product(*axes):
+        axes = self.scope, self.k, self.n, self.ridge, self.rank, self.cut
+        for scope, k, n, ridge, rank, cut in product(*axes):
             learned = scope != "copy"
             found[
                 FitConfig(
@@ -58,7 +62,7 @@ class FitGrid:
                     fields=self.fields,
                     own_slices=self.own_slices,
                     rank=rank if learned else 0,
-                    cut=self.cut,
+                    cut=cut if learned and rank else self.cut[0],
                     dtype=self.dtype,
                 )
             ] = None
