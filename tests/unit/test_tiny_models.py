@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -75,6 +76,19 @@ def test_without_the_document_every_model_is_at_chance(
 ) -> None:
     low, high = interval(accuracy[name, False])
     assert low <= 0 <= high
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_the_card_says_what_a_member_can_do(
+    accuracy: dict[tuple[str, bool], np.ndarray], name: str
+) -> None:
+    card = (model_folder(name).parent / "README.md").read_text()
+    (cells,) = re.findall(rf"^\| `{name}` \| (\d\.\d.*) \| (\d\.\d.*) \|$", card, re.MULTILINE)
+    for cell, shown in zip(cells, (True, False), strict=True):
+        measured = accuracy[name, shown]
+        low, high = (CHANCE + (1 - CHANCE) * bound for bound in interval(measured))
+        said = [float(number) for number in re.findall(r"\d\.\d+", cell)]
+        assert said == pytest.approx([measured.mean(), low, high], abs=0.01)  # two answers of 160
 
 
 def test_the_family_is_small_and_whole() -> None:
