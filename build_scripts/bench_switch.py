@@ -74,6 +74,7 @@ def switch_at(bridge: KvBridge, length: int) -> dict[str, float]:
         "mirrored_to_map_at_switch": ratio_of_turns(
             turns["mirrored_ms"], turns["map_at_switch_ms"]
         ),
+        "mirrored_to_prefill": ratio_of_turns(turns["mirrored_ms"], turns["prefill_ms"]),
     }
 
 
