@@ -7,10 +7,11 @@ from typing import Annotated
 
 import typer
 
+from trtllm_kvmap.calibrate.config import Weighting
 from trtllm_kvmap.cli.app import console, progress, verb
 from trtllm_kvmap.recipes.pair import OwnModels
 from trtllm_kvmap.recipes.run import RECIPES, run_recipe
-from trtllm_kvmap.recipes.strict import read_yaml
+from trtllm_kvmap.recipes.strict import merged, read_yaml
 
 
 @verb
@@ -35,12 +36,18 @@ def recipe(
         str | None, typer.Option(help="task to choose and judge by, for models of your own")
     ] = None,
     data: Annotated[Path | None, typer.Option(help="the task's file")] = None,
+    weighting: Annotated[
+        Weighting | None,
+        typer.Option(help="how calibration weighs tokens, as in calibrate (recipes: uniform)"),
+    ] = None,
 ) -> None:
     """Run the protocol of a published study, on the tiny family or on two models of your own."""
     own = OwnModels(source, target, text, task, data)
     folder = out or Path("kvmap-recipes") / name
     with progress() as show:
-        over = None if config is None else read_yaml(config)
+        over = {} if config is None else read_yaml(config)
+        if weighting is not None:
+            over = merged(over, {"calibration": {"weighting": weighting}})
         outcome, files = run_recipe(name, folder, over=over, own=own, on_progress=show)
     outcome.show(console)
     for file in files:

@@ -43,7 +43,7 @@ class Config(PairConfig):
 
 def run(config: Config, pair: Pair, on_progress: Progress) -> Outcome:
     """The moments that the fit is given say only how good the copy is."""
-    kvmap = fit(moments_of(pair, on_progress), FitConfig(scope="copy"))
+    kvmap = fit(moments_of(pair, config.calibration, on_progress), FitConfig(scope="copy"))
     judged = judged_map(pair, kvmap, config.judged, on_progress)
     windows = sorted({0, *REPAIR_WINDOWS, config.judged.repair_window})
     arms = {

@@ -63,7 +63,7 @@ def run(config: Config, pair: Pair, on_progress: Progress) -> Outcome:
     windows = [item for item in pair.report if item.continuation]
     if not windows:
         raise InputError("The report's items have no continuation, so there is no divergence.")
-    moments = moments_of(pair, on_progress)
+    moments = moments_of(pair, config.calibration, on_progress)
     ridge, table = chosen(pair, moments, config.candidates.candidates(), config.judged, on_progress)
     documents, continuations = lessons_of(config, pair)
     refined = refine(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from trtllm_kvmap.calibrate.config import CalibrationConfig
 from trtllm_kvmap.calibrate.text import read_documents
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.evaluate.run import EvaluationConfig
@@ -21,7 +22,8 @@ RUN = 32  # tokens in a row by which text is recognised again
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairConfig:
     """The part of a recipe's config that all recipes have. ``fit``, ``selection`` and ``report``
-    say which text fits, chooses and judges; ``judged`` at which S and N.
+    say which text fits, chooses and judges; ``calibration`` how the first is added up (the studies
+    count every token alike); ``judged`` at which S and N.
     """
 
     source: str
@@ -30,6 +32,7 @@ class PairConfig:
     selection: TaskConfig
     report: TaskConfig
     judged: EvaluationConfig
+    calibration: CalibrationConfig = CalibrationConfig()
 
 
 AnyConfig = TypeVar("AnyConfig", bound=PairConfig)
@@ -90,8 +93,13 @@ def load_pair(config: PairConfig, text: Path | None) -> Pair:
     if text is None:
         documents = [item.context for item in read_items(config.fit, target.tokenizer)]
     else:
-        limit = min(1024, source.spec.max_positions, target.spec.max_positions)
-        read = read_documents(text, source, min_tokens=8, max_tokens=limit)
+        how = config.calibration
+        read = read_documents(
+            text,
+            source,
+            min_tokens=max(8, how.min_tokens),
+            max_tokens=how.window(source.spec, target.spec),
+        )
         documents = [tuple(ids) for ids in read[: config.fit.num_items]]
     selection = read_items(config.selection, target.tokenizer)
     report = read_items(config.report, target.tokenizer)

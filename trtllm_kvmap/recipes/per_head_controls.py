@@ -44,7 +44,7 @@ def run(config: Config, pair: Pair, on_progress: Progress) -> Outcome:
     for loaded in (pair.source, pair.target):
         require_cached_decode(loaded, pair.report[0].context)
         controls.append({"control": f"cached decode of {loaded.name}", "found": "passed"})
-    moments = moments_of(pair, on_progress)
+    moments = moments_of(pair, config.calibration, on_progress)
     maps = {k: fit(moments, FitConfig(scope="head", k=k, ridge=config.ridge)) for k in config.k}
     reading = read_item(
         pair.source, pair.target, pair.report[0], (), rollout_steps=config.judged.rollout_steps

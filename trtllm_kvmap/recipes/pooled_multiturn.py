@@ -109,7 +109,7 @@ def one_pair(config: Config, pair: Pair, on_progress: Progress) -> tuple[Judged,
     """Pooled ridge, and where that fails the same map with an MLP, unless documents that trained
     nothing say that it does not help.
     """
-    moments = moments_of(pair, on_progress)
+    moments = moments_of(pair, config.calibration, on_progress)
     kvmap, table = chosen(pair, moments, config.candidates.candidates(), config.judged, on_progress)
     (row_chosen,) = (row for row in table if row["chosen"])
     judged = judged_map(pair, kvmap, config.judged, on_progress)

@@ -22,7 +22,7 @@ class Config(PairConfig):
 
 
 def run(config: Config, pair: Pair, on_progress: Progress) -> Outcome:
-    moments = moments_of(pair, on_progress)
+    moments = moments_of(pair, config.calibration, on_progress)
     candidates = config.candidates.candidates()
     kvmap, table = chosen(pair, moments, candidates, config.judged, on_progress)
     judged = judged_map(pair, kvmap, config.judged, on_progress, config.gates)

@@ -25,13 +25,16 @@ Progress = Callable[[str, int, int], None]
 RESAMPLES = 2000
 
 
-def moments_of(pair: Pair, on_progress: Progress) -> MomentSet:
+def moments_of(pair: Pair, calibration: CalibrationConfig, on_progress: Progress) -> MomentSet:
+    """Moments of the documents that fit. Where rows are weighed, by what the target makes of each
+    document when it reads its last quarter (see calibrate).
+    """
     with tempfile.TemporaryDirectory() as folder:
         return calibrate(
             pair.source,
             pair.target,
             pair.documents,
-            CalibrationConfig(),
+            calibration,
             Path(folder) / "moments.safetensors",
             on_document=lambda done, total: on_progress(_named("calibrate", pair), done, total),
         )
