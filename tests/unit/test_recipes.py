@@ -175,14 +175,14 @@ def test_per_head_controls_maps_heads_by_their_own_head_in_k_layers(
     assert [row["arm"] for row in arms][3:] == ["head-k1", "head-k2"]
 
 
-class Calibrated(Exception):
+class CalibratedError(Exception):
     """Raised in place of calibrating; holds the documents and the config."""
 
 
 @pytest.fixture
 def instead_of_calibrating(monkeypatch: pytest.MonkeyPatch) -> None:
     def seen(source: object, target: object, *asked: Any, **rest: Any) -> None:
-        raise Calibrated(*asked[:2])
+        raise CalibratedError(*asked[:2])
 
     monkeypatch.setattr(steps, "calibrate", seen)
 
@@ -195,7 +195,7 @@ def test_every_recipe_calibrates_as_its_config_says(
         ({}, CalibrationConfig()),  # as the studies had it
         ({"calibration": {"weighting": "attention"}}, CalibrationConfig(weighting="attention")),
     ):
-        with pytest.raises(Calibrated) as found:
+        with pytest.raises(CalibratedError) as found:
             run_recipe(name, tmp_path, over={**SMALL, **OWN[name], **over})
         assert found.value.args[1] == config
 
@@ -208,7 +208,7 @@ def test_the_weighting_of_the_command_goes_over_the_file_and_keeps_its_rest(
     files = ["--config", str(config), "--out", str(tmp_path / "found")]
     command = ["recipe", "ridge-k", "--weighting", "attention", *files]
     error = CliRunner().invoke(app, command).exception
-    assert isinstance(error, Calibrated)
+    assert isinstance(error, CalibratedError)
     assert error.args[1] == CalibrationConfig(weighting="attention", joint=True)
 
 
@@ -222,8 +222,8 @@ def test_text_of_your_own_is_read_in_windows_of_the_calibration(
     source, target = map(str, map(model_folder, ("tiny-s", "tiny-m")))
     items = {"num_items": 3, "context_tokens": 150}
     over = {"selection": items, "report": items, "calibration": {"max_tokens": 90}}
-    with pytest.raises(Calibrated) as found:
-        own = OwnModels(source, target, text, "text", data)
+    own = OwnModels(source, target, text, "text", data)
+    with pytest.raises(CalibratedError) as found:
         run_recipe("ridge-k", tmp_path, over=over, own=own)
     lengths = [len(ids) for ids in found.value.args[0]]
     assert lengths[:3] == [90] * 3

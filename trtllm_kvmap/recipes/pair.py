@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,7 +32,7 @@ class PairConfig:
     selection: TaskConfig
     report: TaskConfig
     judged: EvaluationConfig
-    calibration: CalibrationConfig = CalibrationConfig()
+    calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
 
 
 AnyConfig = TypeVar("AnyConfig", bound=PairConfig)
