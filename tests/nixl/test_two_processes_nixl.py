@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from dying_workers import SOURCE_STAGES, TARGET_STAGES, DyingPair
 from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.decode.generate import generate
+from trtllm_kvmap.decode.guard.guard import Guard
+from trtllm_kvmap.decode.guard.signals import BANDS, measure_signals
 from trtllm_kvmap.decode.prefill import prefill
 from trtllm_kvmap.models import LoadedModel
 from trtllm_kvmap.serve.processes.front import WorkerPair
@@ -115,6 +118,53 @@ def test_the_same_over_shared_memory(
         answer = ask_until_applied(pair, prompt)  # its successor's memory is another
         assert answer.token_ids == mapped_answer
         assert (pair.target.pid, pair.source.pid == killed) == (target, False)
+
+
+@pytest.mark.parametrize("above", [True, False], ids=["below the limit", "above the limit"])
+def test_the_maps_guard_decides_as_in_one_process(
+    tiny_pair: tuple[LoadedModel, LoadedModel],
+    tiny_map: Path,
+    tmp_path: Path,
+    prompt: list[int],
+    own_answer: tuple[int, ...],
+    mapped_answer: tuple[int, ...],
+    above: bool,
+) -> None:
+    """One that weighs losses and recall, and a limit close by the score in one process."""
+    source, target = tiny_pair
+    kvmap = KvMap.load(tiny_map, allow_unproven=True)
+    bridge = KvBridge(kvmap, source=source, target=target)
+    drifts = 2 * min(BANDS, target.spec.num_layers)
+    plan = plan_handoff(len(prompt), first_tokens=1, repair_window=32)
+    read = prefill(source, prompt)
+    made = bridge.hand_over(read.cache, prompt, plan)
+    signals = measure_signals(bridge, read.cache, prompt, made, recall=True)
+    count = len(signals.to_features()) - drifts
+    weights = (*[1.0] * count, *[0.0] * drifts)
+    free = Guard((*weights, 1.0), 0.0, 0.0, {"S": 1, "N": 8})
+    score = Guard(weights, 0.0, 0.0, {}, free).judge(signals).drift
+    limit = score + (1e-3 if above else -1e-3)
+    guard = Guard(weights, 0.0, -1e9 if above else 1e9, {}, replace(free, limit=limit))
+    kvmap.with_guard(guard.to_json()).save(tmp_path / "guarded")
+    settings = PairSettings(
+        str(tiny_folder("tiny-s")),
+        str(tiny_folder("tiny-m")),
+        str(tmp_path / "guarded"),
+        transport="shared_memory",
+        num_blocks=NUM_BLOCKS + 1,  # the repaired tokens travel too
+        wait_seconds=30.0,
+        allow_unproven=True,
+    )
+    with WorkerPair(settings) as pair:
+        answer = pair.ask(prompt, NEW_TOKENS)
+    print(answer.status)
+    if above:
+        assert (answer.status.state, answer.token_ids) == ("applied", mapped_answer)
+    else:
+        assert answer.status.state == "fallback_reprefill"
+        assert answer.status.reason.startswith("guard: it scores this hand-over")
+        assert answer.token_ids == own_answer
+    assert "with S 1, N 8, and this one has S 1, N 32" in answer.unlike
 
 
 @pytest.mark.parametrize("stage", SOURCE_STAGES)

@@ -172,13 +172,16 @@ def test_a_spoilt_map_is_seen_where_the_last_tokens_show_nothing(
 ) -> None:
     """The prompt ends with words that need none of it; only what is asked again tells."""
     plan = plan_handoff(len(prompt), first_tokens=4, repair_window=16)
-    cache = prefill(reader, prompt).cache
+    read = prefill(reader, prompt)
+    cache, own = read.cache, token_losses(read.logits[-16:], prompt[-16:])
+    known = ask_source(reader, cache, prompt, plan, own)
     found = {}
     for make in (copy_map, random_map):
         bridge = KvBridge(make(reader, reader), source=reader, target=reader)
         made = bridge.hand_over(cache, prompt, plan)
         found[make] = measure_signals(bridge, cache, prompt, made, recall=True).recall
-        assert measure_signals(bridge, cache, prompt, made).recall is None
+        for said in ((), (own, known)):  # nobody weighs it
+            assert measure_signals(bridge, cache, prompt, made, *said).recall is None
     assert found[copy_map] == pytest.approx(0, abs=1e-4)
     assert 0.6 < found[random_map] < 1
 

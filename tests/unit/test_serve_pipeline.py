@@ -410,7 +410,10 @@ def test_a_header_says_what_the_map_does(pair: Pair, tmp_path: Path) -> None:
     assert (plain.source, plain.target) == (pair.source.spec, pair.target.spec)
     assert (plain.evidence, plain.guarded) == (EVIDENCE, False)
     pair.kvmap.with_guard({"limit": 1}).save(tmp_path / "guarded")
-    assert MapHeader.read(tmp_path / "guarded").guarded
+    guarded = MapHeader.read(tmp_path / "guarded")
+    assert (guarded.guarded, guarded.recalling) == (True, False)
+    pair.kvmap.with_guard({"limit": 1, "recalling": {"limit": 2}}).save(tmp_path / "recalling")
+    assert MapHeader.read(tmp_path / "recalling").recalling
     pair.path.with_name("text").write_text("no map")
     with pytest.raises(FormatError, match="not a whole safetensors file"):
         MapHeader.read(pair.path.with_name("text"))

@@ -87,7 +87,8 @@ def generate(
         guard = guard.deciding(made.signals)
     handoff, plan = made.handoff, made.handoff.plan
     complaints.print(_said(made, guard), markup=False, highlight=False)
-    if guard is not None and (unlike := _unlike(guard, config)):
+    counts = config.first_tokens, config.repair_window, config.selected_tokens
+    if guard is not None and (unlike := guard.unlike(*counts)):
         complaints.print(unlike, markup=False, highlight=False)
     tokenizer: Any = bridge.target.tokenizer
     stops = {tokenizer.eos_token_id} - {None}
@@ -131,26 +132,6 @@ def _said(made: Guarded, guard: Guard | None) -> str:
     if made.score is None:
         return f"{made.status} (nothing was mapped)"
     return f"{made.status} (guard: {made.score:.3g}, limit {guard.limit:.3g})"
-
-
-def _unlike(guard: Guard, config: GenerateConfig) -> str:
-    """That a guard was set on other hand-overs than this one, or nothing."""
-    ours = {
-        "S": config.first_tokens,
-        "N": config.repair_window,
-        "selected_tokens": config.selected_tokens,
-    }
-    theirs = {name: guard.measured[name] for name in ours if name in guard.measured}
-    if all(ours[name] == count for name, count in theirs.items()):
-        return ""
-    return (
-        f"The guard was set on hand-overs with {_listed(theirs)}, and this one has "
-        f"{_listed(ours)}: its rates do not hold here. Give the same tokens, or set it again."
-    )
-
-
-def _listed(counts: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {count}" for name, count in counts.items())
 
 
 def _prompt_text(prompt: str, prompt_file: Path | None) -> str:

@@ -20,10 +20,11 @@ from trtllm_kvmap.artifact.fingerprint import Fingerprint
 from trtllm_kvmap.errors import KvMapError
 from trtllm_kvmap.spec.layout import KvLayout, trtllm_layout
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_BLOCKS_PER_MESSAGE = 8192
 MAX_DETAIL = 500
+MAX_LOSSES = 1024  # of each list in an offer
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 _LARGEST = 1 << 31  # of any count
 _ADDRESS = 1 << 64
@@ -66,12 +67,25 @@ class Address:
 
 
 @dataclass(frozen=True, slots=True)
+class Recall:
+    """What the source knows by the prompt alone: the tokens at the positions ``asked``, with its
+    ``losses`` of each when they are asked for again, and those of the offer's losses that have
+    their places in ``known``.
+    """
+
+    asked: tuple[int, ...]
+    losses: tuple[float, ...]
+    known: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Offer:
     """The source has read ``num_tokens`` tokens whose ids have ``token_digest``.
 
     ``layout`` and ``dtype`` describe its whole pool, in TensorRT-LLM's order of blocks;
     ``rope_length`` is the sequence length that its keys were rotated for. The target may read for
-    ``lease_ms`` after it accepted.
+    ``lease_ms`` after it accepted. For a target whose map carries a guard, ``losses`` are the
+    source's, in nats, of as many of the last tokens, and ``recall`` is what it knows of the prompt.
     """
 
     request_id: str
@@ -86,6 +100,8 @@ class Offer:
     checksum: str
     lease_ms: int
     address: Address
+    losses: tuple[float, ...] = ()
+    recall: Recall | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -122,6 +138,7 @@ class End:
 
 Message = Offer | Accept | Blocks | End
 _KINDS: dict[str, type[Message]] = {"offer": Offer, "accept": Accept, "blocks": Blocks, "end": End}
+_RECALL = ("asked", "losses", "known")
 _LAYOUT = ("num_blocks", "num_layers", "num_kv_heads", "tokens_per_block", "head_dim")
 
 
@@ -157,6 +174,14 @@ def decode(data: bytes) -> Message:
     message = cls(**_parsed(entry, {f.name: _PARSERS[f.name] for f in fields(cls)}))
     if isinstance(message, Blocks) and len(message.checksums) != len(message.block_ids):
         raise MalformedMessageError("A blocks message needs one checksum for each block.")
+    if isinstance(message, Offer) and message.recall is not None:
+        told = message.recall
+        if len(told.asked) != len(told.losses):
+            raise MalformedMessageError("A recall needs one loss for each token asked for.")
+        if max(told.asked, default=0) >= message.num_tokens:
+            raise MalformedMessageError("A recall asks for a token that is not offered.")
+        if max(told.known, default=-1) >= len(message.losses):
+            raise MalformedMessageError("A recall knows a loss that is not sent.")
     return message
 
 
@@ -170,6 +195,8 @@ def _plain(value: Any) -> Any:
         return {name: getattr(value, name) for name in ("transport", "base", "device")} | {
             "token": token
         }
+    if isinstance(value, Recall):
+        return {name: getattr(value, name) for name in _RECALL}
     return value.value if isinstance(value, Reason) else value
 
 
@@ -184,7 +211,7 @@ def _parsed(entry: Any, parsers: dict[str, Parser]) -> dict[str, Any]:
     for name, parse in parsers.items():
         try:
             found[name] = parse(entry[name])
-        except (ValueError, TypeError, binascii.Error) as error:
+        except (ValueError, TypeError, OverflowError, binascii.Error) as error:
             raise MalformedMessageError(
                 f"The entry {name} is {str(entry[name])[:80]!r}: {error}."
             ) from error
@@ -209,10 +236,10 @@ def _text(pattern: str) -> Parser:
     return parse
 
 
-def _many(parse_one: Parser) -> Parser:
+def _many(parse_one: Parser, low: int = 1, high: int = MAX_BLOCKS_PER_MESSAGE) -> Parser:
     def parse(value: Any) -> tuple[Any, ...]:
-        if not isinstance(value, list) or not 1 <= len(value) <= MAX_BLOCKS_PER_MESSAGE:
-            raise ValueError(f"a list of 1 to {MAX_BLOCKS_PER_MESSAGE} is needed")
+        if not isinstance(value, list) or not low <= len(value) <= high:
+            raise ValueError(f"a list of {low} to {high} is needed")
         return tuple(parse_one(one) for one in value)
 
     return parse
@@ -222,6 +249,22 @@ def _scale(value: Any) -> float:
     if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
         raise ValueError("a positive number is needed")
     return float(value)
+
+
+def _loss(value: Any) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise ValueError("a number of nats is needed")
+    return float(value)
+
+
+def _recall(value: Any) -> Recall | None:
+    places, losses = _few(_whole(0, _LARGEST)), _few(_loss)
+    parsers = dict(zip(_RECALL, (places, losses, places), strict=True))
+    return None if value is None else Recall(**_parsed(value, parsers))
+
+
+def _few(parse_one: Parser) -> Parser:
+    return _many(parse_one, 0, MAX_LOSSES)
 
 
 def _token(value: Any) -> bytes:
@@ -261,6 +304,8 @@ _PARSERS: dict[str, Parser] = {
             },
         )
     ),
+    "losses": _few(_loss),
+    "recall": _recall,
     "first": _whole(0, _LARGEST),
     "block_ids": _many(_whole(0, _LARGEST)),
     "checksums": _many(lambda v: int(_hex16(v), 16)),

@@ -11,7 +11,7 @@ import numpy as np
 from trtllm_kvmap.artifact.fingerprint import Fingerprint
 from trtllm_kvmap.exchange.block_pool import BlockPool
 from trtllm_kvmap.exchange.checksum import CHECKSUMS, FASTEST
-from trtllm_kvmap.exchange.messages import Address, Offer, Reason
+from trtllm_kvmap.exchange.messages import Address, Offer, Reason, Recall
 from trtllm_kvmap.exchange.target_end import Refusal
 
 LEASE_SECONDS = 30.0
@@ -31,6 +31,8 @@ def make_offer(
     address: Address,
     *,
     lease_seconds: float = LEASE_SECONDS,
+    losses: Sequence[float] = (),
+    recall: Recall | None = None,
 ) -> Offer:
     """The KV of ``token_ids``, from position 0, lies in blocks of ``pool``, which is exposed at
     ``address``; its keys were rotated as for a sequence of ``rope_length``.
@@ -48,6 +50,8 @@ def make_offer(
         checksum=FASTEST,
         lease_ms=round(lease_seconds * 1000),
         address=address,
+        losses=tuple(losses),
+        recall=recall,
     )
 
 

@@ -15,12 +15,15 @@ from trtllm_kvmap.spec.model import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class MapHeader:
-    """``evidence`` as KvMap has it; ``guarded``: whether the map carries a guard."""
+    """``evidence`` as KvMap has it; ``guarded``: whether the map carries a guard; ``recalling``:
+    whether that guard weighs the recall as well.
+    """
 
     source: ModelSpec
     target: ModelSpec
     evidence: dict[str, Any] | None
     guarded: bool
+    recalling: bool = False
 
     @staticmethod
     def read(path: str | Path) -> MapHeader:
@@ -30,5 +33,6 @@ class MapHeader:
             pair, evidence = pair_from_json(content), content["evidence"]
         except (KeyError, TypeError, ValueError) as error:
             raise FormatError(f"{path}: the map is incomplete ({error}); fit it again.") from error
-        guarded = content.get("guard") is not None
-        return MapHeader(pair["source"], pair["target"], evidence, guarded)
+        guard = content.get("guard")
+        recalling = isinstance(guard, dict) and guard.get("recalling") is not None
+        return MapHeader(pair["source"], pair["target"], evidence, guard is not None, recalling)

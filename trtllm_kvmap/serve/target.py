@@ -189,7 +189,7 @@ class TargetAnswerer:
             # Whatever went wrong, the target still has the prompt.
             log.warning("a hand-over failed", exc_info=True)
             return Outcome("fallback_reprefill", "hand_over_failed", str(error)), None
-        return _outcome_of(made, self.guard), made.handoff
+        return _outcome_of(made), made.handoff
 
     def _bridge_from(self, kvmap: KvMap, read: SourceRead) -> KvBridge:
         """The bridge from whoever wrote ``read``, made anew only when that is another model."""
@@ -198,11 +198,10 @@ class TargetAnswerer:
         return self._bridge
 
 
-def _outcome_of(made: Guarded, guard: Guard | None) -> Outcome:
-    if made.status == "applied" or guard is None:
+def _outcome_of(made: Guarded) -> Outcome:
+    if made.status == "applied":
         return Outcome("applied")
-    detail = f"it scores this hand-over {made.score:.3g}, and {guard.limit:.3g} is its limit"
-    return Outcome("fallback_reprefill", "guard", detail)
+    return Outcome("fallback_reprefill", "guard", made.reason)
 
 
 def _as_cache(read: SourceRead) -> HfCache:

@@ -37,6 +37,19 @@ class Guard:
         """The guard whose limit counts for ``signals``: this one, or ``recalling``."""
         return self if self.recalling is None or signals.recall is None else self.recalling
 
+    def unlike(self, first_tokens: int, repair_window: int, selected_tokens: int) -> str:
+        """That this guard was set on other hand-overs than those with these counts, in a sentence
+        for whoever asks it; empty where it was set on such, or does not say.
+        """
+        ours = {"S": first_tokens, "N": repair_window, "selected_tokens": selected_tokens}
+        theirs = {name: self.measured[name] for name in ours if name in self.measured}
+        if all(ours[name] == count for name, count in theirs.items()):
+            return ""
+        return (
+            f"The guard was set on hand-overs with {_listed(theirs)}, and this one has "
+            f"{_listed(ours)}: its rates do not hold here. Give the same tokens, or set it again."
+        )
+
     def _weigh(self, features: np.ndarray) -> Verdict:
         if len(features) != len(self.weights):
             raise MismatchError(
@@ -77,3 +90,7 @@ class Guard:
                 f"The guard in the map cannot be read ({error!r}); set it again with "
                 f"`trtllm-kvmap guard`."
             ) from error
+
+
+def _listed(counts: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.items())

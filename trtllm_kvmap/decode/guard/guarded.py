@@ -9,6 +9,7 @@ import torch
 
 from trtllm_kvmap.decode.bridge import Handoff, KvBridge
 from trtllm_kvmap.decode.guard.guard import Guard
+from trtllm_kvmap.decode.guard.recall import Known
 from trtllm_kvmap.decode.guard.signals import WINDOW, Signals, measure_signals
 from trtllm_kvmap.decode.hop import HopGuard, Outcome, Verdict
 from trtllm_kvmap.inject.hf_cache import HfCache
@@ -18,14 +19,16 @@ from trtllm_kvmap.spec.plan import HandoffPlan, plan_handoff
 @dataclass(frozen=True, slots=True)
 class Guarded:
     """``handoff`` is the one to go on from: the mapped one when ``status`` is ``applied``, else one
-    whose plan maps nothing. ``signals`` and ``score`` are those the guard decided by; None where
-    nothing was mapped and there was nothing to decide.
+    whose plan maps nothing, and ``reason`` says what the guard objected to. ``signals`` and
+    ``score`` are those it decided by; None where nothing was mapped and there was nothing to
+    decide.
     """
 
     handoff: Handoff
     status: Outcome
     signals: Signals | None
     score: float | None
+    reason: str = ""
 
 
 def hand_over_guarded(
@@ -37,9 +40,10 @@ def hand_over_guarded(
     target_cache: HfCache | None = None,
     *,
     source_losses: torch.Tensor | None = None,
+    source_known: Known | None = None,
 ) -> Guarded:
     """KvBridge.hand_over of one prompt, with the same arguments and errors, under ``guard``
-    (None: every hand-over stands); ``source_losses`` as for measure_signals.
+    (None: every hand-over stands); ``source_losses`` and ``source_known`` as for measure_signals.
 
     After a fall-back the cache is what the target itself would hold: it has read everything but
     its exact spliced tokens, and no mapped entry is left. Raises InputError or UnavailableError
@@ -55,6 +59,7 @@ def hand_over_guarded(
         token_ids,
         made,
         source_losses,
+        source_known,
         recall=guard.recalling is not None,
     )
     verdict = guard.judge(signals)
@@ -63,7 +68,9 @@ def hand_over_guarded(
     count = plan.num_tokens
     native = plan_handoff(count, spliced=plan.spliced.stop, first_tokens=0, repair_window=count)
     read = bridge.hand_over(source_cache, token_ids, native, target_cache)
-    return Guarded(read, "fallback_reprefill", signals, verdict.drift)
+    limit = guard.deciding(signals).limit
+    reason = f"it scores this hand-over {verdict.drift:.3g}, and {limit:.3g} is its limit"
+    return Guarded(read, "fallback_reprefill", signals, verdict.drift, reason)
 
 
 def hop_guard(guard: Guard) -> HopGuard:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from trtllm_kvmap.decode.bridge import Handoff, KvBridge
-from trtllm_kvmap.decode.guard.recall import ask_source, shortfall
+from trtllm_kvmap.decode.guard.recall import LEAD, Known, ask_source, shortfall
 from trtllm_kvmap.decode.prefill import prefill, token_losses
 from trtllm_kvmap.errors import InputError, UnavailableError
 from trtllm_kvmap.inject.hf_cache import (
@@ -72,6 +72,7 @@ def measure_signals(
     token_ids: Sequence[int] | torch.Tensor,
     hand: Handoff,
     source_losses: torch.Tensor | None = None,
+    source_known: Known | None = None,
     *,
     recall: bool = False,
 ) -> Signals:
@@ -82,11 +83,12 @@ def measure_signals(
     ``hand`` did not keep their logits (hand_over's ``keep_logits``). A source in another process
     sends ``source_losses``, token_losses of what it reads there, and a cache of the whole prompt.
 
-    With ``recall``, both models are asked for words of the prompt as well, where the source runs
-    here (recall.ask_source); from another process there is none.
+    With ``recall``, both models are asked for words of the prompt as well (recall.ask_source); a
+    source in another process sends what it answered, ``source_known``, or there is no recall.
 
-    Raises InputError for a batch, a plan with fewer than two repaired tokens, or other losses and
-    caches than these; UnavailableError for a source in another process that sent none.
+    Raises InputError for a batch, a plan with fewer than two repaired tokens, or other losses,
+    caches and positions than these; UnavailableError for a source in another process that sent no
+    losses.
     """
     source, target = bridge.source, bridge.target
     ids = torch.as_tensor(token_ids, device=target.device).long()
@@ -96,7 +98,7 @@ def measure_signals(
             f"shape {list(ids.shape)} and {len(hand.plan.repaired)} repaired; hand rows over one "
             f"by one, with a repair_window of 8 or more."
         )
-    window, known = judged_tokens(hand.plan), None
+    window, known = judged_tokens(hand.plan), source_known if recall else None
     if source_losses is None and isinstance(source, LoadedModel):
         begin = min(num_entries(source_cache), window.start)
         read = prefill(source, ids[begin:], fork(source_cache, begin), logits_to_keep=len(window))
@@ -114,6 +116,8 @@ def measure_signals(
             f"{num_entries(source_cache)} tokens; a guard needs {len(window) - 1} and {len(ids)}. "
             f"Let it read the whole prompt."
         )
+    if known is not None:
+        _require_askable(known, len(window) - 1, len(ids))
     losses = token_losses(_target_logits(target, ids, hand, window), ids[window.start :])
     gaps = losses - source_losses
     mapped = make_cache(
@@ -165,6 +169,19 @@ def drift(
         bands = np.array_split(np.asarray(ratios), min(BANDS, len(ratios)))
         figures += [float(np.sqrt(band.mean())) for band in bands]
     return tuple(figures)
+
+
+def _require_askable(known: Known, judged: int, num_tokens: int) -> None:
+    """What another process sends need not be of this prompt."""
+    asked = known.asked.tolist()
+    strange = [token for token in asked if not LEAD <= token < num_tokens]
+    counts = len(known.asked_losses), len(known.judged_losses)
+    if strange or counts != (len(asked), judged):
+        raise InputError(
+            f"The source says what it knows of {counts[0]} and {counts[1]} tokens, the former at "
+            f"the positions {asked[:4]} ...; {len(asked)} and {judged} are needed, at positions "
+            f"from {LEAD} to {num_tokens - 1}. Let it make the same plan as the target."
+        )
 
 
 def _target_logits(

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from trtllm_kvmap.errors import InputError, UnavailableError
+from trtllm_kvmap.serve.map_header import MapHeader
 from trtllm_kvmap.serve.processes.source import run_source
 from trtllm_kvmap.serve.processes.target import run_target
 from trtllm_kvmap.serve.processes.work import (
@@ -27,20 +28,24 @@ from trtllm_kvmap.serve.processes.work import (
     Question,
     ReadAndOffer,
 )
-from trtllm_kvmap.spec.plan import plan_handoff
+from trtllm_kvmap.spec.plan import HandoffPlan, plan_handoff
 
 Main = Callable[[Connection, PairSettings], None]
 STOP_SECONDS = 5.0
 
 
 class WorkerPair:
-    """Two processes, started when first needed. Use it as a context: it stops them."""
+    """Two processes, started when first needed. Use it as a context: it stops them.
+
+    Raises FormatError for a map that cannot be read.
+    """
 
     source_main: Main = staticmethod(run_source)
     target_main: Main = staticmethod(run_target)
 
     def __init__(self, settings: PairSettings) -> None:
         self.settings = settings
+        self._header = MapHeader.read(settings.kvmap)
         self._context = multiprocessing.get_context("forkserver")
         # Loaded once, in a process without threads or devices that the workers are forked from.
         self._context.set_forkserver_preload([__name__])
@@ -69,10 +74,18 @@ class WorkerPair:
         try:
             address = self.target.start()
             self.target.send(question)
-            part = question.token_ids[: plan.mapped.stop]
-            return self._answer(question, ReadAndOffer(question.request_id, part, address))
+            return self._answer(question, self._work(question, plan, address))
         except _WorkerDiedError:
             return self._without(question, "the target's worker died")
+
+    def _work(
+        self, question: Question, plan: HandoffPlan, address: tuple[str, int]
+    ) -> ReadAndOffer:
+        if self._header.guarded:  # it weighs the source's losses of the repaired tokens too
+            whole, recall = question.token_ids, self._header.recalling
+            return ReadAndOffer(question.request_id, whole, address, plan, recall)
+        part = question.token_ids[: plan.mapped.stop]
+        return ReadAndOffer(question.request_id, part, address)
 
     def _answer(self, question: Question, work: ReadAndOffer) -> Answer:
         """The target's, who is told when the source has died."""

@@ -41,6 +41,8 @@ def run_source(front: Connection, settings: PairSettings) -> None:
                 pool,
                 exposed,
                 work.request_id,
+                guarded=work.guarded,
+                recall=work.recall,
                 lease_seconds=settings.lease_seconds,
             )
         except KvMapError as error:  # the target waits a while, and then reads the prompt

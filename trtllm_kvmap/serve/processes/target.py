@@ -52,7 +52,7 @@ class TargetWorker:
     def answer(self, question: Question) -> Answer:
         ready = self._ready(question)
         reply = generate(self.bridge.target, ready.cache, ready.logits, question.max_new_tokens)
-        return Answer(question.request_id, tuple(reply), ready.status)
+        return Answer(question.request_id, tuple(reply), ready.status, ready.unlike)
 
     def _ready(self, question: Question) -> Ready:
         if question.no_blocks:

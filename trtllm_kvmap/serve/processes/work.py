@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from trtllm_kvmap.exchange.offer import LEASE_SECONDS
 from trtllm_kvmap.inject.connector.status import HandoffStatus
+from trtllm_kvmap.spec.plan import HandoffPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +35,17 @@ class PairSettings:
 
 @dataclass(frozen=True, slots=True)
 class ReadAndOffer:
-    """To the source: read these tokens and offer them to the target that listens there."""
+    """To the source: read these tokens and offer them to the target that listens there.
+
+    ``guarded`` is the target's plan, where the map carries a guard, and ``recall`` whether that
+    weighs what the source knows of the prompt (decode.remote.read_to_offer).
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
     address: tuple[str, int]
+    guarded: HandoffPlan | None = None
+    recall: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +67,14 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """``token_ids`` are the target's greedy reply."""
+    """``token_ids`` are the target's greedy reply; ``unlike``, where it is not empty, says that the
+    map's guard was set on other hand-overs than this one.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
     status: HandoffStatus
+    unlike: str = ""
 
 
 @dataclass(frozen=True, slots=True)
