@@ -7,7 +7,7 @@ import io
 import re
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 import typer
@@ -15,7 +15,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from trtllm_kvmap.cli import app
-from trtllm_kvmap.cli.wording import in_flags
+from trtllm_kvmap.cli.plan import plan
+from trtllm_kvmap.cli.wording import flags_of, in_flags
+from trtllm_kvmap.errors import FormatError, InputError
 
 door = importlib.import_module("trtllm_kvmap.cli.app")  # cli.app is the typer application
 
@@ -106,6 +108,34 @@ def test_parameters_of_the_library_become_the_flags_that_were_given(
     assert in_flags(message, {}) == message
 
 
+def test_a_flag_of_another_name_than_its_parameter_is_known() -> None:
+    flags = flags_of(plan)
+    told = {name: flags[name] for name in ("num_tokens", "reply_tokens", "mirrored", "json")}
+    assert told == {
+        "num_tokens": "--tokens",
+        "reply_tokens": "--reply-tokens",
+        "mirrored": "--mirrored",
+        "json": "--json",
+    }
+    assert "kvmap" not in flags, "an argument"
+
+
+def test_what_is_wrong_with_a_file_is_told_in_its_own_names(tmp_path: Path) -> None:
+    group = typer.Typer()
+
+    @group.callback()
+    def callback() -> None:
+        pass
+
+    def read(repair_window: Annotated[int, typer.Option()] = 1) -> None:
+        raise (InputError if repair_window else FormatError)("It needs repair_window.")
+
+    door.register(group, read)
+    for value, said in ((1, "needs --repair-window"), (0, "needs repair_window")):
+        refused = CliRunner().invoke(group, ["read", "--repair-window", str(value)])
+        assert said in refused.output
+
+
 def test_no_verb_complains_of_a_parameter_by_its_name_in_python(tmp_path: Path) -> None:
     """Every option that is a number, at -1; the rest of the command is a folder."""
     found = 0
@@ -121,6 +151,7 @@ def test_no_verb_complains_of_a_parameter_by_its_name_in_python(tmp_path: Path) 
             if type(first) not in (int, float):
                 continue
             refused = CliRunner().invoke(app, [*path, *required, parameter.opts[0], "-1"])
+            assert isinstance(refused.exception, SystemExit), refused.output
             if "must" in refused.output:
                 found += 1
                 assert refused.exit_code == 2

@@ -90,3 +90,8 @@ def test_a_tiny_conversation_is_answered_by_its_document() -> None:
 def test_a_task_without_conversations_is_refused() -> None:
     with pytest.raises(InputError, match="coqa and tiny have"):
         read_conversations(TaskConfig(task="piqa"), FakeWordTokenizer())
+
+
+def test_a_conversation_of_the_tiny_task_needs_a_question() -> None:
+    with pytest.raises(InputError, match="questions must be at least 1"):
+        read_conversations(TaskConfig(questions=0), FakeWordTokenizer())

@@ -212,3 +212,13 @@ def test_items_of_the_selection_are_refused() -> None:
         require_unseen(items, [items[1].digest])
     assert items[0].longest_path == 1
     assert Item((1,), (Question((1, 2), ((3,), (4, 5)), 0),), (6,)).longest_path == 4
+
+
+@pytest.mark.parametrize(
+    ("field", "least"),
+    [("num_items", 1), ("context_tokens", 1), ("skip", 0), ("scored_tokens", 0), ("seed", 0)],
+)
+def test_counts_that_no_task_has_are_refused_before_any_is_read(field: str, least: int) -> None:
+    assert getattr(TaskConfig(**{field: least}), field) == least
+    with pytest.raises(InputError, match=f"{field} must .*got {least - 1}"):
+        TaskConfig(**{field: least - 1})

@@ -26,8 +26,12 @@ def alternate(
     source: SourceOption,
     target: TargetOption,
     task_config: TaskConfig,
-    first_tokens: Annotated[int, typer.Option(help="S: tokens a target computes first")] = 1,
-    repair_window: Annotated[int, typer.Option(help="N: tokens a target computes last")] = 32,
+    first_tokens: Annotated[
+        int, typer.Option(min=0, help="S: first tokens that the model taking over computes itself")
+    ] = 1,
+    repair_window: Annotated[
+        int, typer.Option(min=0, help="N: last tokens that the model taking over computes itself")
+    ] = 32,
     json: JsonOption = None,
 ) -> None:
     """Let two models take turns in conversations (--task coqa or tiny): does the drift grow?"""

@@ -23,7 +23,7 @@ from rich.progress import (
 
 from trtllm_kvmap.artifact.whole import require_writable, write_text
 from trtllm_kvmap.cli.wording import flags_of, in_flags
-from trtllm_kvmap.errors import KvMapError
+from trtllm_kvmap.errors import FormatError, KvMapError
 
 Result = TypeVar("Result")
 
@@ -56,7 +56,8 @@ def register(group: typer.Typer, command: Callable[..., Result]) -> Callable[...
             require_all_writable(kwargs.get("json"))
             return command(*args, **kwargs)
         except KvMapError as error:
-            said = in_flags(str(error), flags)
+            # What is wrong with a file is told in the names of its own entries.
+            said = str(error) if isinstance(error, FormatError) else in_flags(str(error), flags)
             complaints.print(f"trtllm-kvmap: {said}", markup=False, highlight=False, soft_wrap=True)
             raise typer.Exit(2) from error
 

@@ -33,7 +33,7 @@ def diagnose(
     config: EvaluationConfig,
     length: Annotated[
         list[int] | None,
-        typer.Option(help="also judge contexts of so many tokens (repeat for more)"),
+        typer.Option(min=1, help="also judge contexts of so many tokens; repeatable"),
     ] = None,
     json: JsonOption = None,
 ) -> None:

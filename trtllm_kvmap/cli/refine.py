@@ -12,6 +12,7 @@ from trtllm_kvmap.artifact.whole import require_writable
 from trtllm_kvmap.calibrate.text import read_documents
 from trtllm_kvmap.cli.app import console, counted, verb
 from trtllm_kvmap.cli.flags import KvMapArgument, SourceOption, TargetOption, config_flags
+from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.models import load_model
 from trtllm_kvmap.refine.config import RefineConfig
 from trtllm_kvmap.refine.run import refine as run_refine
@@ -26,10 +27,17 @@ def refine(
     text: Annotated[Path, typer.Option(help="plain text, JSONL, or a folder of such files")],
     out: Annotated[Path, typer.Option(help="the .kvmap.safetensors file to write")],
     config: RefineConfig,
-    max_tokens: Annotated[int, typer.Option(help="longer documents are read in windows")] = 512,
+    max_tokens: Annotated[
+        int, typer.Option(help="longer documents are read in windows of so many tokens")
+    ] = 512,
 ) -> None:
     """Train second terms beside a map's matrices: a residual on the target's KL, or an MLP."""
     require_writable(out)
+    if max_tokens < config.skip_first + 2:
+        raise InputError(
+            f"max_tokens must leave two tokens after skip_first = {config.skip_first}; got "
+            f"{max_tokens}."
+        )
     loaded = load_model(source), load_model(target)
     fitted = KvMap.load(kvmap, allow_unproven=True)
     documents = read_documents(

@@ -18,9 +18,15 @@ def flags_of(command: Callable[..., Any]) -> dict[str, str]:
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
         for option in getattr(parameter.annotation, "__metadata__", ()):
             if isinstance(option, OptionInfo):
-                declared = option.param_decls or (f"--{parameter.name.replace('_', '-')}",)
-                flags[parameter.name] = declared[0]
+                # Inside Annotated, typer takes what stands at the place of a default for a name.
+                given = [option.default, *(option.param_decls or ())]
+                usual = f"--{parameter.name.replace('_', '-')}"
+                flags[parameter.name] = next(filter(_is_flag, map(str, given)), usual)
     return flags
+
+
+def _is_flag(declared: str) -> bool:
+    return declared.startswith("--")
 
 
 def in_flags(message: str, flags: Mapping[str, str]) -> str:

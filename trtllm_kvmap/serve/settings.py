@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from trtllm_kvmap.decode.routing.speeds import Speeds
+from trtllm_kvmap.errors import InputError
 
 SPEEDS = "speeds.json"  # in the folder of a pipeline model: requests are routed by it
 
@@ -18,6 +19,11 @@ class ServeConfig:
     max_held_tokens: int = field(
         default=65_536, metadata={"help": "tokens of conversations the source keeps (hf lane)"}
     )
+
+    def __post_init__(self) -> None:
+        for name, count in asdict(self).items():
+            if count < 0:
+                raise InputError(f"{name} must not be negative, got {count}.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from trtllm_kvmap.errors import InputError
+
 
 @dataclass(frozen=True, slots=True)
 class TaskConfig:
@@ -30,3 +32,11 @@ class TaskConfig:
         default=6, metadata={"help": "questions per document of tiny and generated tasks"}
     )
     seed: int = field(default=0, metadata={"help": "draws the documents of generated tasks"})
+
+    def __post_init__(self) -> None:
+        for name in ("num_items", "context_tokens"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        for name in ("skip", "scored_tokens", "questions", "seed"):
+            if getattr(self, name) < 0:
+                raise InputError(f"{name} must not be negative, got {getattr(self, name)}.")

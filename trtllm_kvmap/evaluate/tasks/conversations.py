@@ -40,6 +40,8 @@ def read_conversations(config: TaskConfig, tokenizer: Tokenizer) -> list[Convers
     if config.task == "coqa":
         return list(_coqa(config, tokenizer))
     if config.task == "tiny":
+        if config.questions < 1:
+            raise InputError("questions must be at least 1 for conversations, got 0.")
         return list(_tiny(config, tokenizer))
     raise InputError(f"The task {config.task!r} has no conversations; coqa and tiny have.")
 

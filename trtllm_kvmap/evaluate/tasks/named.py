@@ -26,11 +26,6 @@ def read_items(config: TaskConfig, tokenizer: Tokenizer) -> list[Item]:
         raise InputError(f"The task {config.task!r} is not known; known are {', '.join(TASKS)}.")
     if tokenizer is None:
         raise InputError(f"The task {config.task!r} is text, and the model has no tokenizer.")
-    for name in ("num_items", "context_tokens"):
-        if getattr(config, name) < 1:
-            raise InputError(f"{name} must be at least 1, got {getattr(config, name)}.")
-    if min(config.skip, config.questions, config.scored_tokens) < 0:
-        raise InputError("skip, questions and scored_tokens must not be negative.")
     items = TASKS[config.task](config, tokenizer)
     if len(items) < config.num_items:
         raise InputError(
