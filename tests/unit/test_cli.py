@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ from typer.testing import CliRunner
 from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.artifact.moments import MomentSet
 from trtllm_kvmap.cli import app
+from trtllm_kvmap.cli.evaluate import timing
+from trtllm_kvmap.cli.fit import candidate_name
 from trtllm_kvmap.cli.guard import taken_back_too_often
+from trtllm_kvmap.fit import FitConfig
 from trtllm_kvmap.models import load_model
 from trtllm_kvmap.tiny.documents import make_document
 
@@ -96,6 +100,29 @@ def test_fit_chooses_among_candidates_by_the_targets_loss(
     assert [row["chosen"] for row in table] == [loss == min(losses) for loss in losses]
 
 
+def test_a_swapped_pair_is_told_by_every_verb_that_runs_it(
+    work: dict[str, Any], tmp_path: Path
+) -> None:
+    swapped = "--source", work["target"], "--target", work["source"]
+    back, out = tmp_path / "back.kvmap.safetensors", tmp_path / "out"
+    random_map(load_model(work["target"]), load_model(work["source"]), num_slices=1).save(back)
+    few = ("--num-items", 2, "--context-tokens", 96)
+    for arguments in (
+        ("generate", work["kvmap"], *swapped, "--prompt", "after anna ben", "--allow-unproven"),
+        ("evaluate", work["kvmap"], *swapped, *few, "--json", out),
+        ("alternate", work["kvmap"], back, *swapped, *few, "--json", out),
+        ("alternate", back, work["kvmap"], *pair(work), *few, "--json", out),
+        ("fit", work["moments"], *swapped, *few, "--out", out, "--n", 1, "--n", 2),
+        ("diagnose", work["kvmap"], *swapped, *few, "--json", out),
+        ("refine", work["kvmap"], *swapped, "--text", work["text"], "--out", out),
+    ):
+        result = CliRunner().invoke(app, [str(a) for a in arguments])
+        assert result.exit_code == 2, arguments
+        assert "Source and target look swapped" in result.output, (arguments, result.output)
+        assert "Exchange them" in result.output
+        assert not out.exists()
+
+
 def test_inspect_prints_the_map_as_json(work: dict[str, Any], tmp_path: Path) -> None:
     out = tmp_path / "said.json"
     run("inspect", work["kvmap"], "--json", out)
@@ -133,9 +160,9 @@ def test_generate_asks_the_guard_that_the_map_carries(
     limit: float, status: str, recall: bool, work: dict[str, Any], tmp_path: Path
 ) -> None:
     out, kvmap = tmp_path / "said.json", tmp_path / "guarded"
-    guard = {"weights": [1.0] + [0.0] * 7, "bias": 0.0, "limit": limit, "measured": {}}
+    guard = {"weights": [1.0] + [0.0] * 8, "bias": 0.0, "limit": limit, "measured": {}}
     if recall:  # then that one decides, and not the guard without it
-        guard = {**guard, "limit": -limit, "recalling": {**guard, "weights": [1.0] + [0.0] * 8}}
+        guard = {**guard, "limit": -limit, "recalling": {**guard, "weights": [1.0] + [0.0] * 9}}
     KvMap.load(work["kvmap"], allow_unproven=True).with_guard(guard).save(kvmap)
     prompt = " ".join(["<bos>", *["after anna ben near"] * 20])
     options = ("--allow-unproven", "--max-new-tokens", 2, "--selected-tokens", 5, "--json", out)
@@ -154,7 +181,7 @@ def test_generate_says_when_its_guard_was_set_on_other_hand_overs(
     window: int, work: dict[str, Any], tmp_path: Path
 ) -> None:
     measured = {"S": 1, "N": 32, "selected_tokens": 0}
-    guard = {"weights": [1.0] + [0.0] * 7, "bias": 0.0, "limit": 1e9, "measured": measured}
+    guard = {"weights": [1.0] + [0.0] * 8, "bias": 0.0, "limit": 1e9, "measured": measured}
     kvmap = tmp_path / "guarded"
     KvMap.load(work["kvmap"], allow_unproven=True).with_guard(guard).save(kvmap)
     prompt = " ".join(["<bos>", *["after anna ben near"] * 20])
@@ -179,6 +206,19 @@ def test_generate_refuses_a_length_before_any_model_reads(
     assert "applied" not in result.output
 
 
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (FitConfig("slice", k=5, n=7), "slice n=7 ridge=0.001"),
+        (FitConfig("pooled", k=5, n=7, ridge=0), "pooled k=5 ridge=0"),
+        (FitConfig("head", k=5, rank=9, cut="plain"), "head k=5 ridge=0.001 rank=9 cut=plain"),
+        (FitConfig("copy", k=5, n=7), "copy"),
+    ],
+)
+def test_a_candidate_is_named_by_what_its_scope_reads(config: FitConfig, name: str) -> None:
+    assert candidate_name(asdict(config)) == name
+
+
 @pytest.mark.parametrize("axis", ["--n", "--rank"])
 def test_several_candidates_without_models_are_refused(
     axis: str, work: dict[str, Any], tmp_path: Path
@@ -187,7 +227,7 @@ def test_several_candidates_without_models_are_refused(
     result = CliRunner().invoke(app, [str(a) for a in ("fit", work["moments"], *options)])
     assert (result.exit_code, (tmp_path / "none").exists()) == (2, False)
     assert "2 candidates need both models" in result.output
-    assert "--ridge and --rank" in result.output
+    assert "--ridge, --rank and --cut" in result.output
 
 
 @pytest.mark.parametrize(("rate", "said"), [(0.1, False), (0.104, False), (0.2, True)])
@@ -224,11 +264,12 @@ def test_evaluate_writes_the_report_and_report_shows_it(
     out, page, again = tmp_path / "report.json", tmp_path / "report.html", tmp_path / "again.html"
     few = ("--num-items", 4, "--context-tokens", 256, "--questions", 3, "--resamples", 50)
     written = tmp_path / "report.md"
-    run(
+    said = run(
         *("evaluate", work["kvmap"], *pair(work), *few, "--json", out, "--html", page),
         *("--markdown", written, "--latency", "--min-retention", 0.5),
     )
     report = json.loads(out.read_text())
+    assert timing(report["latency"]) in " ".join(said.split())
     assert {"target", "source", "mapped", "repair_only", "wrong_document"} <= set(report["arms"])
     markdown = tmp_path / "again.md"
     shown = run("report", out, "--html", again, "--markdown", markdown)
@@ -241,6 +282,13 @@ def test_evaluate_writes_the_report_and_report_shows_it(
     refused = CliRunner().invoke(app, ["report", str(out), "--html", str(tmp_path / "none.html")])
     assert refused.exit_code == 2
     assert not (tmp_path / "none.html").exists()
+
+
+def test_a_timed_evaluation_says_the_ratio_at_the_longest_length() -> None:
+    said = timing({"lengths": [128, 2048], "warm": [1.5, 0.271], "cold": [2.0, 0.66]})
+    assert "at 2,048 tokens" in said
+    assert "0.27 when the source has read the prompt, 0.66 when it reads it first" in said
+    assert "no prompt is longer" in timing({"lengths": [], "warm": [], "cold": []})
 
 
 def test_evaluate_runs_several_tasks(work: dict[str, Any], tmp_path: Path) -> None:

@@ -22,9 +22,9 @@ class Fingerprint:
     def from_json(entry: dict[str, str]) -> Fingerprint:
         return Fingerprint(**entry)
 
-    def require(self, other: Fingerprint, what: str) -> None:
+    def require(self, other: Fingerprint, role: str, made: str = "The map was fitted") -> None:
         """Raise MismatchError naming the parts in which ``other``, the model at hand, differs from
-        this one.
+        this one. ``role``: source or target; ``made`` begins the sentence.
         """
         differing = [
             part
@@ -33,6 +33,6 @@ class Fingerprint:
         ]
         if differing:
             raise MismatchError(
-                f"The map was fitted for another {what} model: {' and '.join(differing)} differ. "
-                f"Give the {what} it was fitted for, or fit a map for this one."
+                f"{made} for another {role} model: {' and '.join(differing)} differ. Give the "
+                f"{role} that it was made for, or make one for this model."
             )

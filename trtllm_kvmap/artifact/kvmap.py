@@ -20,7 +20,7 @@ from trtllm_kvmap.artifact.native import (
     native_from_tensors,
     native_to_tensors,
 )
-from trtllm_kvmap.artifact.pair import pair_from_json, pair_to_json
+from trtllm_kvmap.artifact.pair import pair_from_json, pair_to_json, require_pair
 from trtllm_kvmap.artifact.record import (
     slices_from_json,
     slices_to_json,
@@ -96,8 +96,7 @@ class KvMap:
 
     def require_models(self, source: Fingerprint, target: Fingerprint) -> None:
         """Raise MismatchError unless these are the two models the map was fitted for."""
-        self.source_fingerprint.require(source, "source")
-        self.target_fingerprint.require(target, "target")
+        require_pair(self, source, target)
 
     def save(self, path: str | Path) -> str:
         """Write the file (whole or absent); returns its digest, which names the map in salts and

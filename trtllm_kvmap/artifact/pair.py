@@ -6,6 +6,7 @@ from typing import Any, Protocol, TypedDict
 
 from trtllm_kvmap.artifact.fingerprint import Fingerprint
 from trtllm_kvmap.artifact.record import spec_from_json, spec_to_json
+from trtllm_kvmap.errors import MismatchError
 from trtllm_kvmap.spec.model import ModelSpec
 
 
@@ -29,6 +30,23 @@ class Pair(TypedDict):
     target: ModelSpec
     source_fingerprint: Fingerprint
     target_fingerprint: Fingerprint
+
+
+def require_pair(
+    holder: HasPair, source: Fingerprint, target: Fingerprint, what: str = "The map was fitted"
+) -> None:
+    """Raise MismatchError unless these are the two models of ``holder``, saying so when they are
+    but the other way round. ``what`` begins the sentence: what was done for them.
+    """
+    theirs = holder.source_fingerprint, holder.target_fingerprint
+    if theirs == (target, source) and source != target:
+        raise MismatchError(
+            f"Source and target look swapped: {what[0].lower()}{what[1:]} from {holder.source.name}"
+            f" (the source) to {holder.target.name} (the target), and these two were given the "
+            f"other way round. Exchange them, or give a file that leads the other way."
+        )
+    theirs[0].require(source, "source", what)
+    theirs[1].require(target, "target", what)
 
 
 def pair_to_json(holder: HasPair) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -90,8 +90,21 @@ def evaluate(
         measured = measure_latency(bridge, source_model, items, config)
         report = replace(report, latency=measured)
     console.print(table(report))
+    if report.latency is not None:
+        console.print(timing(report.latency), highlight=False)
     write_json(json, report.to_json())
     write_report(render_report(report, html, markdown))
     if attach:
         loaded.with_evidence(evidence(report)).save(kvmap)
         console.print(f"Stored the evidence in {kvmap}", highlight=False)
+
+
+def timing(latency: dict[str, Any]) -> str:
+    """The hand-over's time over the target's own, of what measure_latency gives."""
+    if not latency["lengths"]:
+        return "Time: no prompt is longer than S + N tokens and short enough for both models."
+    length, warm, cold = (latency[name][-1] for name in ("lengths", "warm", "cold"))
+    return (
+        f"Time to the second token at {length:,} tokens of prompt, over the target's own: "
+        f"{warm:.2f} when the source has read the prompt, {cold:.2f} when it reads it first."
+    )

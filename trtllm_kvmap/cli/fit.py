@@ -11,6 +11,7 @@ import typer
 
 from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.artifact.moments import MomentSet
+from trtllm_kvmap.artifact.pair import require_pair
 from trtllm_kvmap.artifact.whole import require_writable
 from trtllm_kvmap.cli.app import console, counted, verb, write_json
 from trtllm_kvmap.cli.flags import JsonOption, config_flags
@@ -71,15 +72,18 @@ def _choose(
     if source is None or target is None:
         raise InputError(
             f"{len(candidates)} candidates need both models to choose among them: give --source "
-            f"and --target, or one value for each of --scope, --k, --n, --ridge and --rank."
+            f"and --target, or one value for each of --scope, --k, --n, --ridge, --rank and --cut."
         )
     if len(moments) > 1:
         raise InputError("Candidates are chosen from one moments file; give one, or one candidate.")
+    known = MomentSet.load(moments[0])
     loaded = load_model(source), load_model(target)
+    prints = loaded[0].fingerprint, loaded[1].fingerprint
+    require_pair(known, *prints, what="The moments were calibrated")
     items = read_items(task_config, loaded[1].tokenizer)
     with counted("choose", len(candidates)) as show:
         kvmap, rows = select(
-            MomentSet.load(moments[0]),
+            known,
             candidates,
             *loaded,
             items,
@@ -91,12 +95,18 @@ def _choose(
     return kvmap
 
 
-def _name(config: dict[str, Any]) -> str:
-    return f"{config['scope']} k={config['k']} n={config['n']} ridge={config['ridge']:g}"
+def candidate_name(config: dict[str, Any]) -> str:
+    """The options of ``config`` (asdict of a FitConfig) that its scope reads."""
+    scope, ridge = config["scope"], f"ridge={config['ridge']:g}"
+    if scope == "copy":
+        return "copy"
+    reads = f"n={config['n']}" if scope == "slice" else f"k={config['k']}"
+    low = f" rank={config['rank']} cut={config['cut']}" if config["rank"] else ""
+    return f"{scope} {reads} {ridge}{low}"
 
 
 def _line(row: dict[str, Any]) -> str:
-    name = _name(row["config"])
+    name = candidate_name(row["config"])
     if row["refused"]:
         return f"  {name}: refused: {row['refused']}"
     mark = "->" if row["chosen"] else "  "
@@ -113,7 +123,8 @@ def _print_estimates(moments: list[Path], candidates: list[FitConfig]) -> None:
     specs = MomentSet.read_specs(moments[0])
     for candidate in candidates:
         found = estimate_fit(*specs, candidate, flops_per_second=rate, available=available)
-        console.print(f"{_name(asdict(candidate))}: {' '.join(found.sentences())}", highlight=False)
+        name = candidate_name(asdict(candidate))
+        console.print(f"{name}: {' '.join(found.sentences())}", highlight=False)
     seconds = layer_r2_flops(*specs) / rate
     console.print(
         f"What each source layer explains, for the report: about {say_seconds(seconds)} more.",
