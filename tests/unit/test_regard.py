@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from trtllm_kvmap.artifact.container import read_container, write_container
 from trtllm_kvmap.artifact.moments import MomentSet
 from trtllm_kvmap.calibrate.capture import (
     Attention,
@@ -29,7 +30,7 @@ from trtllm_kvmap.calibrate.regard import projections, regard, row_weights, turn
 from trtllm_kvmap.calibrate.run import calibrate
 from trtllm_kvmap.calibrate.sensitivity import gradients
 from trtllm_kvmap.decode.prefill import prefill
-from trtllm_kvmap.errors import InputError, MismatchError, UnavailableError
+from trtllm_kvmap.errors import FormatError, InputError, MismatchError, UnavailableError
 from trtllm_kvmap.evaluate.probe import attention_outputs
 from trtllm_kvmap.inject.hf_cache import fork
 from trtllm_kvmap.models import LoadedModel
@@ -319,6 +320,23 @@ def test_the_file_keeps_the_metric_and_files_of_one_weighting_add(
     config = CalibrationConfig(weighting="sensitivity", skip_first=2, joint=True, scope="head")
     with pytest.raises(MismatchError, match="different columns"):
         made + calibrate(*pair, DOCUMENTS, config, tmp_path / "n")
+
+
+def test_a_file_that_was_weighed_by_another_measure_is_refused(
+    pair: tuple[LoadedModel, LoadedModel], tmp_path: Path
+) -> None:
+    """Version 1 kept other costs as `metric`; what was not weighed is version 1 still."""
+    calibrate(*pair, DOCUMENTS, CalibrationConfig(skip_first=2), tmp_path / "plain")
+    read_container(tmp_path / "plain", "moments", 1)
+    calibrate(*pair, DOCUMENTS, WEIGHED, tmp_path / "m")
+    with pytest.raises(FormatError, match="format version 2; this package reads versions 1 to 1"):
+        read_container(tmp_path / "m", "moments", 1)
+    content, tensors = read_container(tmp_path / "m", "moments", 2)
+    older = {name.replace(".cost", ".metric"): tensor for name, tensor in tensors.items()}
+    assert set(older) != set(tensors)
+    write_container(tmp_path / "older", "moments", 1, content, older)
+    with pytest.raises(FormatError, match="calibrate again with the same --weighting"):
+        MomentSet.load(tmp_path / "older")
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from trtllm_kvmap.errors import FormatError, MismatchError
 from trtllm_kvmap.spec.model import ModelSpec
 from trtllm_kvmap.spec.slices import Slice
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # of weighed moments; others are written as version 1
 KIND = "moments"
 
 
@@ -153,7 +153,7 @@ class MomentSet:
             for name, tensor in zip(_NAMES, part.moments.tensors(), strict=True):
                 tensors[f"{number}.{name}"] = tensor
             if part.metric is not None:
-                tensors[f"{number}.metric"] = part.metric
+                tensors[f"{number}.cost"] = part.metric
             index.append(
                 {
                     "slices": slices_to_json(part.slices),
@@ -167,7 +167,8 @@ class MomentSet:
             "sinks": [list(entry.token_ids) for entry in self.sinks],
             "record": self.record,
         }
-        write_container(path, KIND, FORMAT_VERSION, content, tensors)
+        weighed = any(part.metric is not None for part in self.parts)
+        write_container(path, KIND, FORMAT_VERSION if weighed else 1, content, tensors)
 
     @staticmethod
     def read_specs(path: str | Path) -> tuple[ModelSpec, ModelSpec]:
@@ -178,9 +179,14 @@ class MomentSet:
     @staticmethod
     def load(path: str | Path) -> MomentSet:
         """Raises FormatError when the file is truncated, edited, of another version or of another
-        kind.
+        kind, or weighs errors by the measure of earlier releases.
         """
         content, tensors = read_container(path, KIND, FORMAT_VERSION)
+        if any(name.endswith(".metric") for name in tensors):
+            raise FormatError(
+                f"{path} was weighed by an earlier release, which summed up other costs of an "
+                f"error under the same name; calibrate again with the same --weighting."
+            )
         parts = []
         try:
             for number, entry in enumerate(content["parts"]):
@@ -190,7 +196,7 @@ class MomentSet:
                         slices=slices_from_json(entry["slices"]),
                         targets=slices_from_json(entry["targets"]),
                         moments=Moments(a, b, c, d, e, entry["count"]),
-                        metric=tensors.get(f"{number}.metric"),
+                        metric=tensors.get(f"{number}.cost"),
                     )
                 )
             table, sinks = native_from_tensors(tensors, content["sinks"])
