@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.artifact.moments import MomentSet
+from trtllm_kvmap.calibrate import run as run_module
 from trtllm_kvmap.cli import app
 from trtllm_kvmap.cli.evaluate import timing
 from trtllm_kvmap.cli.fit import candidate_name
@@ -58,6 +59,47 @@ def test_calibrate_counts_what_it_read(work: dict[str, Any]) -> None:
     read = len(work["text"].read_text().splitlines())
     assert moments.record["documents"] == read
     assert moments.record["tokens"] == moments.parts[0].moments.count > 12 * 90
+
+
+def test_an_interrupted_calibration_says_how_to_go_on(
+    work: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C before the first checkpoint, in a run that an older one's checkpoint lies beside, and
+    after a checkpoint; what is resumed then equals what was never interrupted.
+    """
+    out, partial = tmp_path / "x.moments.safetensors", tmp_path / "x.moments.safetensors.partial"
+    command = [str(a) for a in ("calibrate", work["source"], work["target"])]
+    command += [str(a) for a in ("--text", work["text"], "--out", out, "--checkpoint-every", 4)]
+    add, added = run_module._add_document, []
+
+    def stopping_after(count: int) -> None:
+        def add_or_stop(*given: Any) -> None:
+            if len(added) == count:
+                raise KeyboardInterrupt
+            added.append(given)
+            add(*given)
+
+        added.clear()
+        monkeypatch.setattr(run_module, "_add_document", add_or_stop)
+
+    def interrupted(count: int) -> str:
+        stopping_after(count)
+        result = CliRunner().invoke(app, command)
+        assert (result.exit_code, out.exists()) == (130, False)
+        return " ".join(result.output.split())
+
+    assert "Nothing was written yet" in interrupted(3)
+    assert not list(tmp_path.iterdir())
+    assert f"{partial} keeps the sums so far: the same command with --resume" in interrupted(5)
+    assert [path.name for path in tmp_path.iterdir()] == [partial.name]
+    assert "Nothing was written yet" in interrupted(2)  # of the older run, and not asked for
+    command.append("--resume")
+    assert f"{partial} keeps" in interrupted(1)
+    stopping_after(-1)
+    run(*command)
+    assert len(added) == 12 - 4
+    assert out.read_bytes() == work["moments"].read_bytes()
+    assert [path.name for path in tmp_path.iterdir()] == [out.name]
 
 
 def test_calibrate_estimate_reads_no_text_and_writes_nothing(

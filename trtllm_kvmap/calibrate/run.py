@@ -65,7 +65,7 @@ def calibrate(
     plans = plan_parts(source.spec, target.spec, config)
     rank, ranks = place()
     mine = range(rank, len(documents), ranks)
-    partial = Path(f"{out_path}.partial" if ranks == 1 else f"{out_path}.partial.{rank}")
+    partial = partial_path(out_path)
     asked = _asked(target, documents, config, continuations)
     record: dict[str, Any] = {
         "config": {**asdict(config), "layers": list(config.layers)},
@@ -101,6 +101,12 @@ def calibrate(
         moments.save(out_path)
     partial.unlink(missing_ok=True)
     return moments
+
+
+def partial_path(out_path: str | Path) -> Path:
+    """Where this rank's sums are kept until ``out_path`` is written."""
+    rank, ranks = place()
+    return Path(f"{out_path}.partial" if ranks == 1 else f"{out_path}.partial.{rank}")
 
 
 def _asked(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -13,8 +15,9 @@ from trtllm_kvmap.calibrate.config import CalibrationConfig
 from trtllm_kvmap.calibrate.distributed import process_group
 from trtllm_kvmap.calibrate.estimate import estimate_calibration
 from trtllm_kvmap.calibrate.run import calibrate as run_calibration
+from trtllm_kvmap.calibrate.run import partial_path
 from trtllm_kvmap.calibrate.text import read_documents
-from trtllm_kvmap.cli.app import console, counted, verb, write_json
+from trtllm_kvmap.cli.app import complaints, console, counted, verb, write_json
 from trtllm_kvmap.cli.flags import JsonOption, config_flags
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.machine import matmul_rate, total_memory
@@ -32,7 +35,7 @@ def calibrate(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="the .moments.safetensors to write")] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="go on from <out>.partial after a kill")
+        bool, typer.Option("--resume", help="go on from OUT.partial, which an interrupted run left")
     ] = False,
     estimate: Annotated[
         bool, typer.Option("--estimate", help="print RAM, disk and time, and stop")
@@ -50,24 +53,46 @@ def calibrate(
     if text is None or out is None:
         raise InputError("calibrate needs --text, what to read, and --out, the file to write.")
     require_writable(out)
-    loaded = load_model(source), load_model(target)
-    documents = read_documents(
-        text,
-        loaded[0],
-        min_tokens=config.min_tokens,
-        max_tokens=config.window(loaded[0].spec, loaded[1].spec),
-    )
-    with process_group(), counted("calibrate", len(documents)) as show:
-        moments = run_calibration(
-            *loaded,
-            documents,
-            config,
-            out,
-            resume=resume,
-            on_document=show,
+    with process_group(), said_when_interrupted(out, resume=resume):
+        loaded = load_model(source), load_model(target)
+        documents = read_documents(
+            text,
+            loaded[0],
+            min_tokens=config.min_tokens,
+            max_tokens=config.window(loaded[0].spec, loaded[1].spec),
         )
+        with counted("calibrate", len(documents)) as show:
+            moments = run_calibration(
+                *loaded,
+                documents,
+                config,
+                out,
+                resume=resume,
+                on_document=show,
+            )
     console.print(f"Wrote {out}: {moments.record['tokens']:,} tokens", highlight=False)
     write_json(json, moments.record)
+
+
+@contextmanager
+def said_when_interrupted(out: Path, *, resume: bool) -> Iterator[None]:
+    """Ctrl-C inside the block ends the command with what of ``out`` is kept, and status 130."""
+    partial = partial_path(out)
+    before = _written(partial)
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        kept = _written(partial)
+        if kept is not None and (resume or kept != before):
+            said = f"{partial} keeps the sums so far: the same command with --resume goes on there."
+        else:
+            said = f"Nothing was written yet; {out} is as it was."
+        complaints.print(f"trtllm-kvmap: interrupted. {said}", highlight=False, soft_wrap=True)
+        raise typer.Exit(130) from interrupt
+
+
+def _written(path: Path) -> int | None:
+    return path.stat().st_mtime_ns if path.is_file() else None
 
 
 def _print_estimate(source: str, target: str, config: CalibrationConfig, tokens: int) -> None:
