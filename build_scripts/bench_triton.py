@@ -14,7 +14,9 @@ times: medians over rounds. The map's weights are random, which costs the same a
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import statistics
 import tempfile
 import time
@@ -82,6 +84,7 @@ def bench_triton() -> dict[str, object]:
                 ),
                 "pipeline_to_target_alone": {str(n): to_target_alone(server, n) for n in LENGTHS},
                 "routed": routed(server),
+                "megabytes_of_process": megabytes_of_processes(server.repository),
                 "rounds": ROUNDS,
                 "requests": {
                     "tokens": REQUEST_LENGTH,
@@ -173,6 +176,22 @@ def routed(server: TritonServer) -> dict[str, object]:
         "lengths": ROUTED_LENGTHS,
         "mapped": rounds[-1][0][1],
     }
+
+
+def megabytes_of_processes(repository: Path) -> dict[str, int]:
+    """The memory of a process of each model by now; pages that several share count in parts."""
+    taken: dict[str, int] = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            words = (process / "cmdline").read_text().split("\0")
+            for word in words:
+                if word.startswith(f"{repository}/"):
+                    model = Path(word).relative_to(repository).parts[0]
+                    (kilobytes,) = re.findall(
+                        r"\nPss: +(\d+)", (process / "smaps_rollup").read_text()
+                    )
+                    taken[model] = max(taken.get(model, 0), int(kilobytes) // 1000)
+    return taken
 
 
 def prompt_of(length: int, seed: int) -> str:
