@@ -1,20 +1,26 @@
 """What a guard lets through and what it takes back, tiny-s to tiny-m (run it through bench.py).
 
-The guard is set as `trtllm-kvmap guard` sets it, on documents of its own and damaged copies of the
-map, and then meets traffic that it was not set on. A map is bad for a request when the target
-answers fewer of the questions about the document than the source alone. Every request is handed
-over twice, with 64 tokens computed that the source attends to and with 32, and judged by two
-guards, without the recall and with it. The classes:
+A guard is set as `trtllm-kvmap guard` sets it, on documents and conversations of its own and
+damaged copies of the map, and another on the documents alone; each without the recall and with it.
+They then meet requests that they were not set on. A map is bad for a request when the target
+answers fewer of the questions about the document than the source alone. 64 tokens are computed that
+the source attends to. The kinds of traffic:
 
-good              documents as the models were trained on, 256 to 1,024 tokens
+documents         as the models were trained on, 256 to 1,024 tokens, some of it said again
+conversations     documents about which 16 questions were asked and answered; the map never saw a
+                  question
+out of domain     no fact is told, each is asked and answered; no guard saw such text
+beyond length     documents of 1,100 to 1,600 tokens; the map was calibrated on 200, the models on
+                  1,024
+
+and what goes wrong with them:
+
 wrong revision    the source's weights were changed since the fit: a touch (1 to 3 %) or a lot
                   (25 to 50 % of each matrix's deviation), half and half
 layer permuted    one layer of the source's cache arrives with its channels in another order
-out of domain     no fact is told, each is asked and answered; the map never saw a question
-beyond length     1,100 to 1,600 tokens; the map was calibrated on 200, the models on 1,024
 
-Two further classes are reported apart, because map and source answer about equally well there: a
-revision in between, and conversations.
+Further classes are reported apart: a revision in between, where map and source answer about equally
+well, and what goes wrong with text out of domain.
 
 What a guard costs is the time of a hand-over that it lets stand over the target's own prefill of
 the same prompt, in turns of one run, beside a hand-over without one.
@@ -42,8 +48,16 @@ from trtllm_kvmap.decode.guard.signals import BANDS
 from trtllm_kvmap.decode.prefill import prefill
 from trtllm_kvmap.decode.select_tokens import rank_by_attention
 from trtllm_kvmap.evaluate.damage import with_order
-from trtllm_kvmap.evaluate.guard import Case, GuardConfig, quality, rates, run_case, set_guard
-from trtllm_kvmap.evaluate.reading import Reading, read_context, read_item
+from trtllm_kvmap.evaluate.guard import (
+    Case,
+    GuardConfig,
+    damaged_cases,
+    fit_guard,
+    quality,
+    rates,
+    run_case,
+)
+from trtllm_kvmap.evaluate.reading import read_context, read_item
 from trtllm_kvmap.evaluate.tasks.items import Item
 from trtllm_kvmap.evaluate.tasks.named import TaskConfig, read_items
 from trtllm_kvmap.models import LoadedModel, load_model
@@ -51,42 +65,51 @@ from trtllm_kvmap.spec.plan import plan_handoff
 from trtllm_kvmap.tiny import model_folder
 from trtllm_kvmap.tiny.documents import TOKEN_ID
 
-CASES, SET_ITEMS, SET_SEED, SEED = 300, 40, 204, 205
+CASES, SET_ITEMS, SET_SEED, SEED = 300, 40, 214, 216
 QUESTIONS = 128  # about each document: fewer, and chance decides what is called bad
 SAID = 16  # of them are asked and answered in a conversation's prompt
-CONFIGS = {
-    f"attended_{count}": GuardConfig(
-        first_tokens=4, repair_window=32, selected_tokens=count, recall=True
-    )
-    for count in (64, 32)
-}
-RECALL = "_with_recall"
-METRIC = GuardConfig().metric
+CONFIG = GuardConfig(first_tokens=4, repair_window=32, selected_tokens=64, recall=True)
+RECALL = ", with recall"
 LONG = 1100, 1600
 LENGTHS, ROUNDS = (1024, 2048), 9
-CLASSES = ("good", "wrong revision", "layer permuted", "out of domain", "beyond length")
+WRONG, PERMUTED, BETWEEN = ", wrong revision", ", layer permuted", ", revision in between"
+DOCUMENTS, CONVERSATIONS, FOREIGN, LONGER = (
+    "documents",
+    "conversations",
+    "out of domain",
+    "beyond length",
+)
+CLASSES = (
+    *(kind + wrong for kind in (DOCUMENTS, CONVERSATIONS) for wrong in ("", WRONG, PERMUTED)),
+    FOREIGN,
+    LONGER,
+)
 APART_LESS = 3  # times fewer cases of what is reported apart
-APART = ("revision in between", "conversation")
+APART = (DOCUMENTS + BETWEEN, CONVERSATIONS + BETWEEN, FOREIGN + WRONG, FOREIGN + PERMUTED)
 
-# (class, the case by every configuration, the native target's quality)
-Traffic = Iterator[tuple[str, dict[str, Case], float]]
+# (class, the case, the native target's quality)
+Traffic = Iterator[tuple[str, Case, float]]
 
 
 def bench_guard(cases: int = CASES) -> dict[str, Any]:
     """The figures of `bench.py guard`, see the module."""
     source, target = (load_model(model_folder(name)) for name in ("tiny-s", "tiny-m"))
     bridge = KvBridge(slice_map(source, target), source=source, target=target)
-    items = [recapped(item) for item in documents(target, SET_ITEMS, SET_SEED)]
+    items = {
+        DOCUMENTS: [recapped(item) for item in documents(target, SET_ITEMS, SET_SEED)],
+        CONVERSATIONS: [conversed(item) for item in documents(target, SET_ITEMS, SET_SEED + 1)],
+    }
+    cases_set = damaged_cases(bridge.kvmap, source, target, items, CONFIG)
     guards: dict[str, Guard] = {}
-    for name, config in CONFIGS.items():
-        guard = set_guard(bridge.kvmap, source, target, items, config)
-        guards |= {name: replace(guard, recalling=None), f"{name}{RECALL}": guard}
+    for kinds in ((DOCUMENTS, CONVERSATIONS), (DOCUMENTS,)):
+        guard = fit_guard([case for case in cases_set if case.kind in kinds], CONFIG, [])
+        name = " and ".join(kinds)
+        guards |= {name: replace(guard, recalling=None), name + RECALL: guard}
     met: dict[str, dict[str, list[Met]]] = {
         guard: {name: [] for name in CLASSES + APART} for guard in guards
     }
-    for name, cases_of, native in chain(told_usually(bridge, cases), told_otherwise(bridge, cases)):
+    for name, case, native in traffic(bridge, cases):
         for by, guard in guards.items():
-            case = cases_of[by.removesuffix(RECALL)]
             verdict = guard.judge(case.signals)
             met[by][name].append(Met(case, native, verdict.drift, verdict.applied))
     found = {by: summary(met[by]) for by in guards}
@@ -95,28 +118,27 @@ def bench_guard(cases: int = CASES) -> dict[str, Any]:
         **found[first],
         "others": {by: found[by] for by in others},
         "apart": list(APART),
-        "guards": {name: guards[name + RECALL].to_json() for name in CONFIGS},
+        "guards": {by: guard.to_json() for by, guard in guards.items() if guard.recalling},
         "time_to_prefill": {str(length): time_to_prefill(bridge, length) for length in LENGTHS},
     }
 
 
 def time_to_prefill(bridge: KvBridge, length: int) -> dict[str, float]:
-    """Of a hand-over of ``length`` tokens by the first configuration, ranking not counted: without
-    a guard, with one that measures no recall, and with one that does.
+    """Of a hand-over of ``length`` tokens, ranking not counted: without a guard, with one that
+    measures no recall, and with one that does.
     """
-    config = next(iter(CONFIGS.values()))
     drifts = 2 * min(BANDS, bridge.target.spec.num_layers)
-    recalling = Guard((0.0,) * (3 + drifts), 0.0, 1.0, {})
-    plain = Guard((0.0,) * (2 + drifts), 0.0, 1.0, {})
+    recalling = Guard((0.0,) * (4 + drifts), 0.0, 1.0, {})
+    plain = Guard((0.0,) * (3 + drifts), 0.0, 1.0, {})
     guards = {"unguarded": None, "plain": plain, "recall": replace(plain, recalling=recalling)}
     told = chain.from_iterable(item.context for item in documents(bridge.target, 12, SEED))
     ids = list(islice(told, length))
     cache = read_context(bridge.source, ids).cache
     plan = plan_handoff(
-        length, first_tokens=config.first_tokens, repair_window=config.repair_window
+        length, first_tokens=CONFIG.first_tokens, repair_window=CONFIG.repair_window
     )
     ranked = rank_by_attention(bridge.source, cache, ids, plan)
-    plan = plan.with_selected(ranked, plan.num_computed + config.selected_tokens)
+    plan = plan.with_selected(ranked, plan.num_computed + CONFIG.selected_tokens)
     return {
         name: ratio(
             partial(hand_over_guarded, bridge, guard, cache, ids, plan),
@@ -185,45 +207,38 @@ def roc(met: list[Met]) -> list[dict[str, float]]:
     return points
 
 
-def told_usually(bridge: KvBridge, cases: int) -> Traffic:
-    """The classes in which only the map or the source's revision differs; they share documents."""
-    target = bridge.target
-    for n, item in enumerate(map(recapped, documents(target, cases, SEED))):
-        reading = read_item(bridge.source, target, item, (), rollout_steps=1)
-        native = quality(reading.target, reading, METRIC)
-        alone = quality(reading.source, reading, METRIC)
-        yield "good", run_cases(bridge, reading, alone), native
-        yield "layer permuted", run_cases(permuted(bridge, n), reading, alone), native
-        revisions = {"wrong revision": ((0.01, 0.03), (0.25, 0.5))[n % 2]}
-        if n < cases // APART_LESS:
-            revisions["revision in between"] = (0.03, 0.25)
-        for name, noise in revisions.items():
+def traffic(bridge: KvBridge, cases: int) -> Traffic:
+    """``cases`` of every class, and fewer of those apart. What goes wrong goes wrong with the same
+    texts.
+    """
+    target, fewer = bridge.target, cases // APART_LESS
+    for kind, written, seed in (
+        (DOCUMENTS, recapped, SEED),
+        (CONVERSATIONS, conversed, SEED + 1),
+        (FOREIGN, asked, SEED + 2),
+    ):
+        for n, item in enumerate(map(written, documents(target, cases, seed))):
+            yield from told(bridge, kind, n, item, fewer)
+    for item in map(recapped, documents(target, cases, SEED + 3, *LONG)):
+        yield from told(bridge, LONGER, cases, item, fewer)
+
+
+def told(bridge: KvBridge, kind: str, n: int, item: Item, fewer: int) -> Traffic:
+    """``item``, the ``n``-th of its kind, and all that goes wrong with it in any class."""
+    reading = read_item(bridge.source, bridge.target, item, (), rollout_steps=1)
+    alone, native = (
+        quality(ready, reading, CONFIG.metric) for ready in (reading.source, reading.target)
+    )
+    yield kind, run_case(bridge, reading, alone, CONFIG), native
+    in_class = [name for name in CLASSES + APART if name in CLASSES or n < fewer]
+    if kind + PERMUTED in in_class:
+        yield kind + PERMUTED, run_case(permuted(bridge, n), reading, alone, CONFIG), native
+    for wrong, noise in ((WRONG, ((0.01, 0.03), (0.25, 0.5))[n % 2]), (BETWEEN, (0.03, 0.25))):
+        if kind + wrong in in_class:
             other = revised(bridge, n, *noise)
             seen = replace(reading, source=read_context(other.source, item.context))
-            alone = quality(seen.source, seen, METRIC)
-            yield name, run_cases(other, seen, alone), native
-
-
-def told_otherwise(bridge: KvBridge, cases: int) -> Traffic:
-    """The classes in which the text differs."""
-    target = bridge.target
-    texts = {
-        "out of domain": map(asked, documents(target, cases, SEED + 1)),
-        "conversation": map(conversed, documents(target, cases // APART_LESS, SEED + 2)),
-        "beyond length": map(recapped, documents(target, cases, SEED + 3, *LONG)),
-    }
-    for name, items in texts.items():
-        for item in items:
-            reading = read_item(bridge.source, target, item, (), rollout_steps=1)
-            alone, native = (
-                quality(ready, reading, METRIC) for ready in (reading.source, reading.target)
-            )
-            yield name, run_cases(bridge, reading, alone), native
-
-
-def run_cases(bridge: KvBridge, reading: Reading, alone: float) -> dict[str, Case]:
-    """run_case by every configuration."""
-    return {name: run_case(bridge, reading, alone, config) for name, config in CONFIGS.items()}
+            alone = quality(seen.source, seen, CONFIG.metric)
+            yield kind + wrong, run_case(other, seen, alone, CONFIG), native
 
 
 def documents(

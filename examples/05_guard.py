@@ -31,7 +31,7 @@ kvmap = fit(moments, FitConfig(n=12, ridge=1e-5, fields="both"))
 # Set the guard on documents of its own, with the map and with copies damaged on purpose. Kept in
 # the file (kvmap.with_guard(guard.to_json()).save(...)), it travels with the map.
 items = read_items(TaskConfig(num_items=6, context_tokens=400, questions=16), target.tokenizer)
-guard = set_guard(kvmap, source, target, items, GuardConfig(first_tokens=4))
+guard = set_guard(kvmap, source, target, {"documents": items}, GuardConfig(first_tokens=4))
 
 # A request through the map, and through one that is mostly noise.
 noise = np.random.default_rng(1)

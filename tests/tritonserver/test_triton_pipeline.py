@@ -399,7 +399,7 @@ def test_the_maps_guard_decides(served: Served) -> None:
     )
     assert high[0] - low[0] > 0.01
     limit = (low[0] + high[0]) / 2
-    guard = Guard((1.0,) + (0.0,) * 9, 0.0, limit, {})
+    guard = Guard((1.0,) + (0.0,) * 10, 0.0, limit, {})
     unguarded.with_guard(guard.to_json()).save(served.kvmap)
     served.reload("target")
     body = {"prompt": low[1], "max_tokens": NEW_TOKENS}

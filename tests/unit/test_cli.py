@@ -300,6 +300,31 @@ def test_guard_is_stored_in_the_map(recall: bool, work: dict[str, Any], tmp_path
     assert f"of {guard['measured']['cases']} hand-overs" in shown
 
 
+def test_guard_is_set_on_several_kinds_of_traffic(work: dict[str, Any], tmp_path: Path) -> None:
+    kvmap, out, mine = (tmp_path / name for name in ("guarded", "guard.json", "mine.jsonl"))
+    KvMap.load(work["kvmap"], allow_unproven=True).save(kvmap)
+    words = " ".join(["<bos>", *["after anna ben near"] * 12])
+    lines = ({"prompt": words, "answer": "after anna"}, {"prompt": words}, {"prompt": words[:-9]})
+    mine.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    few = ("--num-items", 3, "--context-tokens", 256, "--metric", "nll", "--repair-window", 8)
+    also = ("--scored-tokens", 4, "--also", f"prompts={mine}", "--also", "niah_single")
+    shown = run("guard", kvmap, *pair(work), *few, *also, "--json", out)
+    measured = json.loads(out.read_text())["measured"]
+    kinds = measured["kinds"]
+    assert list(kinds) == ["tiny", f"prompts={mine}", "niah_single"]
+    assert len({each["cases"] for each in kinds.values()}) == 1
+    assert sum(each["cases"] for each in kinds.values()) == measured["cases"]
+    assert len(measured["set_on"]) == 9
+    for kind, each in kinds.items():
+        assert f"{kind}: takes back " in shown
+        assert f" of {each['bad']}" in shown
+    twice = (*few, "--also", "niah_single", "--also", "niah_single")
+    arguments = ("guard", kvmap, *pair(work), *twice)
+    result = CliRunner().invoke(app, [str(a) for a in arguments])
+    assert result.exit_code == 2
+    assert "'niah_single' is given twice" in " ".join(result.output.split())
+
+
 def test_evaluate_writes_the_report_and_report_shows_it(
     work: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -31,8 +31,8 @@ from trtllm_kvmap.tiny import model_folder
 
 FIRST, REPAIR = 4, 16
 DRIFTS = 2 * 3  # keys and values of tiny-s's three layers
-PLAIN = Guard((1.0, 0.5, *[0.1] * DRIFTS), 0.25, 0.0, {})
-RECALLING = replace(PLAIN, recalling=Guard((0.0, 0.0, *[0.1] * DRIFTS, 5.0), 0.0, 0.0, {}))
+PLAIN = Guard((1.0, 0.5, 0.5, *[0.1] * DRIFTS), 0.25, 0.0, {})
+RECALLING = replace(PLAIN, recalling=Guard((0.0, 0.0, 0.0, *[0.1] * DRIFTS, 5.0), 0.0, 0.0, {}))
 
 
 @pytest.fixture(scope="module")

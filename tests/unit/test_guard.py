@@ -72,7 +72,7 @@ def bridge(pair: Models) -> KvBridge:
     return KvBridge(random_map(*pair), source=pair[0], target=pair[1])
 
 
-def guard_of(limit: float, weights: int = 10) -> Guard:
+def guard_of(limit: float, weights: int = 11) -> Guard:
     """Decides by the loss gap alone."""
     return Guard((1.0,) + (0.0,) * (weights - 1), 0.0, limit, {})
 
@@ -104,6 +104,8 @@ def test_signals_are_those_of_the_formula(
     assert found.loss_excess == pytest.approx(
         sum(max(gap, 0) for gap in gaps) / len(gaps), abs=1e-5
     )
+    own = [-float(alone[i, ids[i + 1]]) for i in range(first, count - 1)]
+    assert found.source_loss == pytest.approx(sum(own) / len(own), abs=1e-5)
     mapped = stacked(bridge.convert(read.cache, ids, first_tokens=0))[:, :, 0, :, first:].double()
     repaired = stacked(shared.cache)[:, :, 0, :, first:].double()
     positions = torch.arange(first, count)
@@ -187,13 +189,13 @@ def test_what_cannot_be_measured_says_why(bridge: KvBridge) -> None:
 
 
 def test_the_score_is_weighed_against_the_limit() -> None:
-    signals = Signals(0.5, 0.75, (0.09, 0.99))
-    guard = Guard((2.0, 4.0, 1.0, 10.0), -3.0, 0.0, {})
-    expected = -3 + 2 * 0.5 + 4 * 0.75 + math.log(0.1) + 10 * math.log(1.0)
+    signals = Signals(0.5, 0.75, 1.49, (0.09, 0.99))
+    guard = Guard((2.0, 4.0, -1.0, 1.0, 10.0), -3.0, 0.0, {})
+    expected = -3 + 2 * 0.5 + 4 * 0.75 - math.log(1.5) + math.log(0.1) + 10 * math.log(1.0)
     assert guard.judge(signals) == (pytest.approx(expected), True)
     assert not replace(guard, limit=expected - 1e-6).judge(signals).applied
     assert not replace(guard, bias=math.nan).judge(signals).applied, "no number must not stand"
-    with pytest.raises(MismatchError, match="weighs 3 signals, the hand-over shows 4"):
+    with pytest.raises(MismatchError, match="weighs 3 signals, the hand-over shows 5"):
         replace(guard, weights=(1.0, 1.0, 1.0)).judge(signals)
 
 
@@ -277,7 +279,7 @@ def cases_of(bad: list[float], good: list[float]) -> list[Case]:
     rng = np.random.default_rng(0)
     return [
         Case(
-            Signals(gap, float(rng.random()), (0.5,), float(rng.random())),
+            Signals(gap, float(rng.random()), float(rng.random()), (0.5,), float(rng.random())),
             mapped=0.2 if worse else 0.8,
             source=0.5,
         )
@@ -291,7 +293,7 @@ def test_a_guard_learns_which_signal_tells() -> None:
     bad, good = (rng.normal(mean, 0.3, 400).tolist() for mean in (2.0, 0.0))
     plain = fit_guard(cases_of(bad, good), GuardConfig(recall=True), [])
     guard = plain.recalling
-    assert (len(plain.weights), len(guard.weights)) == (3, 4)
+    assert (len(plain.weights), len(guard.weights)) == (4, 5)
     for each in (plain, guard):
         assert each.weights[0] > 5 * max(abs(weight) for weight in each.weights[1:])
         assert each.measured["false_fallback_rate"] <= 0.1
@@ -327,6 +329,31 @@ def test_where_both_are_far_apart_the_limit_is_as_low_as_is_allowed() -> None:
             assert {name: each.measured[name] for name in found} == found
             assert each.measured["false_fallback_rate"] == pytest.approx(share, abs=0.006)
             assert (each.measured["missed_bad_rate"], each.limit) == (0, 0)
+
+
+def test_the_limit_holds_for_every_kind_of_traffic() -> None:
+    """Few bad ones of one kind lie lower than the many of another."""
+    rng = np.random.default_rng(1)
+    many, few = (
+        [replace(case, kind=kind) for case in cases_of(bad.tolist(), good.tolist())]
+        for kind, bad, good in (
+            ("documents", rng.normal(9.0, 1.0, 900), rng.normal(0.0, 1.0, 900)),
+            ("talk", rng.normal(3.0, 0.3, 9), rng.normal(0.0, 1.0, 9)),
+        )
+    )
+    config = GuardConfig(missed=0.1, taken_back=0.0)
+    alone, both = fit_guard(many, config, []), fit_guard(many + few, config, [])
+    passed = [both.judge(case.signals).applied for case in few if case.bad]
+    assert sum(passed) == 0, "a tenth of nine is none"
+    assert sum(alone.judge(case.signals).applied for case in few if case.bad) > 6
+    kinds = both.measured["kinds"]
+    assert list(kinds) == ["documents", "talk"]
+    for kind, cases in (("documents", many), ("talk", few)):
+        fell_back = np.array([not both.judge(case.signals).applied for case in cases])
+        assert kinds[kind] == rates(fell_back, np.array([case.bad for case in cases]))
+    unharmed = [replace(case, kind="unharmed") for case in few if not case.bad]
+    of_none = fit_guard(many + unharmed, config, []).measured["kinds"]["unharmed"]
+    assert (of_none["bad"], of_none["missed_bad_rate"]) == (0, None)
 
 
 def test_one_kind_of_case_sets_no_guard() -> None:
@@ -369,15 +396,19 @@ def test_a_guard_is_set_on_damaged_copies(recall: bool, random_model: Callable) 
     kvmap = random_map(source, target)
     seen: list[int] = []
     config = GuardConfig(metric="nll", repair_window=8, recall=recall)
-    guard = set_guard(kvmap, source, target, ITEMS, config, seen.append)
+    kinds = {"talk": ITEMS[:1], "text": ITEMS[1:]}
+    guard = set_guard(kvmap, source, target, kinds, config, seen.append)
     assert (guard.recalling is not None) == recall, "nobody need measure what nothing weighs"
     assert guard.measured["cases"] == len(ITEMS) * len(seen)
     assert seen[-1] == 1 + len(list(damaged_maps(kvmap, 0)))
     assert guard.measured["set_on"] == [item.digest for item in ITEMS]
+    for each in (guard, guard.recalling or guard):
+        counts = {kind: told["cases"] for kind, told in each.measured["kinds"].items()}
+        assert counts == {kind: len(items) * len(seen) for kind, items in kinds.items()}
     json.dumps(guard.to_json(), allow_nan=False)
     chosen = replace(kvmap, fitted={"selected_on": [ITEMS[0].digest]})
     with pytest.raises(InputError, match="helped to choose this map"):
-        set_guard(chosen, source, target, ITEMS, GuardConfig(metric="nll"))
+        set_guard(chosen, source, target, kinds, GuardConfig(metric="nll"))
 
 
 # --- Damage --------------------------------------------------------------------------------------

@@ -187,9 +187,9 @@ def test_a_spoilt_map_is_seen_where_the_last_tokens_show_nothing(
 
 
 def test_where_the_recall_is_measured_its_guard_decides() -> None:
-    recalling = Guard((0.0, 0.0, 0.0, 10.0), 0.0, 1.0, {})
-    guard = Guard((1.0, 0.0, 0.0), 0.0, 1.0, {}, recalling)
-    signals = Signals(2.0, 2.0, (0.5,))
+    recalling = Guard((0.0, 0.0, 0.0, 0.0, 10.0), 0.0, 1.0, {})
+    guard = Guard((1.0, 0.0, 0.0, 0.0), 0.0, 1.0, {}, recalling)
+    signals = Signals(2.0, 2.0, 1.0, (0.5,))
     assert guard.judge(signals) == (2.0, False)
     assert guard.judge(replace(signals, recall=0.05)) == (0.5, True)
     assert guard.judge(replace(signals, recall=0.2)) == (2.0, False)
@@ -215,8 +215,8 @@ def test_asking_again_leaves_the_hand_over_as_the_bridge_made_it(
     cache = prefill(reader, prompt).cache
     before = stacked(cache)
     for limit, status in ((9.0, "applied"), (0.1, "fallback_reprefill")):
-        recalling = Guard((*[0.0] * 8, 1.0), 0.0, limit, {})
-        guard = Guard((math.nan,) * 8, 0.0, 0.0, {}, recalling)
+        recalling = Guard((*[0.0] * 9, 1.0), 0.0, limit, {})
+        guard = Guard((math.nan,) * 9, 0.0, 0.0, {}, recalling)
         found = hand_over_guarded(bridge, guard, cache, prompt, plan)
         assert (found.status, found.score) == (status, found.signals.recall)  # type: ignore[union-attr]
         if status == "applied":

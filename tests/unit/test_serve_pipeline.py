@@ -242,7 +242,7 @@ def test_a_policy_decides_who_reads(pair: Pair) -> None:
 
 def guarded(pair: Pair, path: Path, limit: float) -> TargetAnswerer:
     """Answers from the pair's map with a guard that weighs the loss gap alone."""
-    signals = 2 + 2 * pair.target.spec.num_layers  # two losses, and a drift a layer of so few
+    signals = 3 + 2 * pair.target.spec.num_layers  # three losses, and a drift a layer of so few
     guard = Guard((1.0,) + (0.0,) * (signals - 1), 0.0, limit, {})
     pair.kvmap.with_guard(guard.to_json()).save(path)
     return TargetAnswerer(pair.target, path)

@@ -367,7 +367,7 @@ def test_a_figure_that_is_no_number_is_an_objection_and_can_be_saved(
 
 def test_the_guard_of_a_map_judges_the_switches_of_a_conversation(random_model: Callable) -> None:
     """By the loss of known tokens alone: a model handed over to itself stands, another falls."""
-    guard = Guard(weights=(1.0, *[0.0] * 5), bias=0.0, limit=0.5, measured={})
+    guard = Guard(weights=(1.0, *[0.0] * 6), bias=0.0, limit=0.5, measured={})
     a, b = random_model(seed=0), random_model(seed=1)
     for standby in (False, True):
         for make_map, target, outcome in ((copy_map, a, "applied"), (random_map, b, "fallback")):
@@ -435,8 +435,8 @@ def test_a_hundred_turns_grow_by_the_caches_alone(random_model: Callable) -> Non
 
 def test_a_hundred_turns_under_a_guard_that_measures(random_model: Callable) -> None:
     """Losses, drift and recall of every hop; by the loss gap about half are taken back."""
-    recalling = Guard((1.0, *[0.0] * 5, 1.0), bias=0.0, limit=1.8, measured={})
-    guard = Guard((1.0, *[0.0] * 5), bias=0.0, limit=1.8, measured={}, recalling=recalling)
+    recalling = Guard((1.0, *[0.0] * 6, 1.0), bias=0.0, limit=1.8, measured={})
+    guard = Guard((1.0, *[0.0] * 6), bias=0.0, limit=1.8, measured={}, recalling=recalling)
     session = conversation(random_model, guard=hop_guard(guard))
     hundred_turns(session)
     # Two repaired tokens that are one word twice have no spread to measure drift by: no figure.

@@ -174,7 +174,7 @@ def test_text_pieces_begin_as_the_tokenizer_begins_a_text(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"task": "boolq"}, "known are tiny, text, hellaswag"),
+        ({"task": "boolq"}, "known are tiny, text, prompts, hellaswag"),
         ({"task": "text"}, "needs a file; give one as data"),
         ({"task": "text", "data": "absent.txt"}, "absent.txt"),
         ({"num_items": 0}, "num_items"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +13,7 @@ from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.artifact.whole import require_writable
 from trtllm_kvmap.cli.app import console, counted, verb, write_json
 from trtllm_kvmap.cli.flags import JsonOption, SourceOption, TargetOption, config_flags
+from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.evaluate.guard import GuardConfig, set_guard
 from trtllm_kvmap.evaluate.tasks.named import TaskConfig, read_items
 from trtllm_kvmap.models import load_model
@@ -26,17 +29,25 @@ def guard(
     target: TargetOption,
     task_config: TaskConfig,
     config: GuardConfig,
+    also: Annotated[
+        list[str] | None,
+        typer.Option(help="another kind of traffic, TASK or TASK=FILE; may be given several times"),
+    ] = None,
     json: JsonOption = None,
 ) -> None:
     """Set the guard of a map: from which signals on a hand-over is taken back and the prompt read.
 
-    The items are handed over by the map and by damaged copies of it. Give items that neither fit,
-    selection nor report sees, and the S and N that hand-overs will have.
+    The items, --num-items of each kind, are handed over by the map and by damaged copies of it.
+    Give every kind of traffic that the map will meet, items that neither fit, selection nor report
+    sees, and the S and N that hand-overs will have.
     """
     require_writable(kvmap)
     loaded = KvMap.load(kvmap, allow_unproven=True)
     source_model, target_model = load_model(source), load_model(target)
-    items = read_items(task_config, target_model.tokenizer)
+    items = {
+        kind: read_items(each, target_model.tokenizer)
+        for kind, each in kinds_of(task_config, also or ()).items()
+    }
     with counted("guard") as show:
         found = set_guard(
             loaded,
@@ -55,16 +66,35 @@ def guard(
     if found.recalling is not None:
         said += f"; where recall is weighed, it {_rates(found.recalling.measured)}"
     console.print(said, highlight=False, soft_wrap=True)
+    if len(items) > 1:
+        for kind, figures in (found.recalling or found).measured["kinds"].items():
+            line = f"  {kind}: {_rates(figures)}"
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
     for each in (found, found.recalling):
         if each and (warning := taken_back_too_often(each.measured, config.taken_back)):
             console.print(warning, highlight=False, soft_wrap=True)
     write_json(json, found.to_json())
 
 
+def kinds_of(config: TaskConfig, also: Sequence[str]) -> dict[str, TaskConfig]:
+    """``config``, and it again for each TASK or TASK=FILE of ``also``, by how they are named there.
+    Raises InputError for a kind that is given twice.
+    """
+    named = f"{config.task}={config.data}" if config.data else config.task
+    kinds = {named: config}
+    for kind in also:
+        task, _, data = kind.partition("=")
+        if kind in kinds:
+            raise InputError(f"The kind of traffic {kind!r} is given twice; give each once.")
+        kinds[kind] = replace(config, task=task, data=data)
+    return kinds
+
+
 def _rates(measured: dict[str, Any]) -> str:
+    others, bad = measured["false_fallback_rate"], measured["missed_bad_rate"]
     return (
-        f"takes back {measured['false_fallback_rate']:.1%} of the others and misses "
-        f"{measured['missed_bad_rate']:.1%}"
+        f"takes back {'none' if others is None else f'{others:.1%}'} of the others and misses "
+        f"{'none' if bad is None else f'{bad:.1%}'} of {measured['bad']}"
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -50,7 +50,8 @@ class GuardConfig:
         metadata={"help": "weigh what the target recalls too; for long prompts (docs/policies.md)"},
     )
     missed: float = field(
-        default=0.01, metadata={"help": "the share of bad hand-overs that may be let through"}
+        default=0.01,
+        metadata={"help": "the share of bad hand-overs, of each task, that may be let through"},
     )
     taken_back: float = field(
         default=0.1, metadata={"help": "the share of other hand-overs that may be taken back"}
@@ -76,12 +77,13 @@ class GuardConfig:
 @dataclass(frozen=True, slots=True)
 class Case:
     """One hand-over: its signals, and how well the target went on from it and the source alone
-    (higher is better, one scale for both).
+    (higher is better, one scale for both). ``kind`` names the traffic it is of.
     """
 
     signals: Signals
     mapped: float
     source: float
+    kind: str = ""
 
     @property
     def bad(self) -> bool:
@@ -93,32 +95,50 @@ def set_guard(
     kvmap: KvMap,
     source: LoadedModel,
     target: LoadedModel,
-    items: Sequence[Item],
+    items: Mapping[str, Sequence[Item]],
     config: GuardConfig,
     on_map: Callable[[int], None] | None = None,
 ) -> Guard:
-    """A guard for ``kvmap`` from ``items``, each handed over by the map and by every damaged copy
-    of it. In memory are, for all items, the caches of both models. ``on_map(done)`` is called after
-    each map.
+    """A guard for ``kvmap`` from ``items`` by the kind of traffic they are of (damaged_cases).
 
     Raises InputError for items that helped to choose the map, that ``config.metric`` cannot be
     taken from, or of which no hand-over turns out bad, or all do.
     """
-    require_scorable(items, config.metric)
-    require_unseen(items, kvmap.fitted.get("selected_on", []))
-    readings = [read_item(source, target, item, (), rollout_steps=1) for item in items]
+    cases = damaged_cases(kvmap, source, target, items, config, on_map)
+    return fit_guard(cases, config, [item.digest for each in items.values() for item in each])
+
+
+def damaged_cases(
+    kvmap: KvMap,
+    source: LoadedModel,
+    target: LoadedModel,
+    items: Mapping[str, Sequence[Item]],
+    config: GuardConfig,
+    on_map: Callable[[int], None] | None = None,
+) -> list[Case]:
+    """Each of ``items``, by the kind of traffic they are of, handed over by ``kvmap`` and by every
+    damaged copy of it. In memory are, for all items, the caches of both models. ``on_map(done)`` is
+    called after each map. Raises as set_guard for items.
+    """
+    kinds = [kind for kind, each in items.items() for _ in each]
+    told = list(chain.from_iterable(items.values()))
+    require_scorable(told, config.metric)
+    require_unseen(told, kvmap.fitted.get("selected_on", []))
+    readings = [read_item(source, target, item, (), rollout_steps=1) for item in told]
     alone = [quality(reading.source, reading, config.metric) for reading in readings]
     cases: list[Case] = []
     for done, each in enumerate(chain([kvmap], damaged_maps(kvmap, config.damage_seed)), start=1):
         bridge = KvBridge(each, source=source, target=target)
-        cases += [run_case(bridge, *one, config) for one in zip(readings, alone, strict=True)]
+        for reading, quality_alone, kind in zip(readings, alone, kinds, strict=True):
+            cases.append(run_case(bridge, reading, quality_alone, config, kind))
         if on_map is not None:
             on_map(done)
-    digests = [item.digest for item in items]
-    return fit_guard(cases, config, digests)
+    return cases
 
 
-def run_case(bridge: KvBridge, reading: Reading, alone: float, config: GuardConfig) -> Case:
+def run_case(
+    bridge: KvBridge, reading: Reading, alone: float, config: GuardConfig, kind: str = ""
+) -> Case:
     """Hand ``reading`` over, look at the signals, then at what came of it; ``alone`` is the quality
     of the source by itself.
     """
@@ -135,6 +155,7 @@ def run_case(bridge: KvBridge, reading: Reading, alone: float, config: GuardConf
         signals=measure_signals(bridge, cache, ids, handed, recall=config.recall),
         mapped=quality(ready, reading, config.metric),
         source=alone,
+        kind=kind,
     )
 
 
@@ -148,33 +169,50 @@ def fit_guard(cases: Sequence[Case], config: GuardConfig, digests: Sequence[str]
     """The guard of ``cases``: with ``config.recall``, one for hosts that measure no recall, and
     within it the one for those that do.
     """
-    bad = np.array([case.bad for case in cases])
+    bad, kinds = (np.array([getattr(case, name) for case in cases]) for name in ("bad", "kind"))
     if not bad.any() or bad.all():
         raise InputError(
             f"{int(bad.sum())} of {len(bad)} hand-overs were worse than the source, and a guard "
-            f"needs both kinds. Give more items, or items that the two models answer differently."
+            f"needs such and others. Give more items, or items that the two models answer "
+            f"differently."
         )
     plain, *recalling = (
-        _fit(np.array([case.signals.to_features(recall) for case in cases]), bad, config, digests)
+        _fit(
+            np.array([case.signals.to_features(recall) for case in cases]),
+            bad,
+            kinds,
+            config,
+            digests,
+        )
         for recall in ((False, True) if config.recall else (False,))
     )
     return replace(plain, recalling=recalling[0]) if recalling else plain
 
 
 def _fit(
-    signals: np.ndarray, bad: np.ndarray, config: GuardConfig, digests: Sequence[str]
+    signals: np.ndarray,
+    bad: np.ndarray,
+    kinds: np.ndarray,
+    config: GuardConfig,
+    digests: Sequence[str],
 ) -> Guard:
-    """Weights by logistic regression, both classes weighing the same. At most ``config.missed`` of
-    the bad cases lie below the limit, and it is set as low as ``config.taken_back`` of the others
-    allows, most of which are damaged maps: what is unlike all of these is then taken back sooner.
-    Scores are counted from the limit.
+    """Weights by logistic regression, bad cases and others weighing the same. At most
+    ``config.missed`` of the bad cases of each kind lie below the limit, and it is set as low as
+    ``config.taken_back`` of the others allows, most of which are damaged maps: what is unlike all
+    of these is then taken back sooner. Scores are counted from the limit.
     """
     weights, bias = _logistic(signals, bad)
     scores = signals @ weights + bias
+    of_kind = {str(kind): kinds == kind for kind in dict.fromkeys(kinds)}
     limit = min(
-        float(np.quantile(scores[bad], config.missed, method="lower")),
         float(np.quantile(scores[~bad], 1 - config.taken_back)),
+        *(
+            float(np.quantile(scores[bad & those], config.missed, method="lower"))
+            for those in of_kind.values()
+            if (bad & those).any()
+        ),
     )
+    fell_back = scores >= limit
     return Guard(
         weights=tuple(weights.tolist()),
         bias=bias - limit + EDGE,
@@ -185,7 +223,8 @@ def _fit(
             "N": config.repair_window,
             "selected_tokens": config.selected_tokens,
             "set_on": list(digests),
-            **rates(scores >= limit, bad),
+            **rates(fell_back, bad),
+            "kinds": {kind: rates(fell_back[those], bad[those]) for kind, those in of_kind.items()},
         },
     )
 

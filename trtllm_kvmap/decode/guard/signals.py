@@ -39,6 +39,9 @@ class Signals:
     the source's, in nats, and ``loss_excess`` the same with every token counted at least 0: a
     token that the source alone finds hard does not pay for one that the map has spoilt.
 
+    ``source_loss`` is the mean of the source's own over the same tokens: how hard the text is. What
+    the other signals are in a sound hand-over depends on that.
+
     ``drift`` holds, for keys and then values, each band of layers from shallow to deep, the NRMSE
     of mapped entries against repaired ones. Repaired ones are not native: above layer 0 they attend
     to mapped entries.
@@ -49,15 +52,19 @@ class Signals:
 
     loss_gap: float
     loss_excess: float
+    source_loss: float
     drift: tuple[float, ...]
     recall: float | None = None
 
     def to_features(self, recall: bool = False) -> np.ndarray:
-        """float64 [2 + drifts], or [3 + drifts] with ``recall`` as the last, which must have been
-        measured then: what a guard weighs. Drifts are ratios, so their logarithm is.
+        """float64 [3 + drifts], or [4 + drifts] with ``recall`` as the last, which must have been
+        measured then: what a guard weighs. How hard a text is and drifts are scales for the rest,
+        so their logarithm is.
         """
-        drift = np.log(np.asarray(self.drift, dtype=np.float64) + 0.01)
-        return np.array([self.loss_gap, self.loss_excess, *drift, *([self.recall] * recall)], float)
+        scales = np.log(np.array([self.source_loss, *self.drift], dtype=np.float64) + 0.01)
+        return np.array(
+            [self.loss_gap, self.loss_excess, *scales, *([self.recall] * recall)], dtype=np.float64
+        )
 
 
 def judged_tokens(plan: HandoffPlan) -> range:
@@ -139,6 +146,7 @@ def measure_signals(
     return Signals(
         loss_gap=float(gaps.mean()),
         loss_excess=float(gaps.clamp_min(0).mean()),
+        source_loss=float(source_losses.mean()),
         drift=drift(view_pool(mapped), repaired, columns, target.spec.rope, span.target_length),
         recall=shortfall(target, hand.cache, ids, known, losses) if known is not None else None,
     )

@@ -11,6 +11,7 @@ from trtllm_kvmap.evaluate.tasks.choice import READERS, choice_items
 from trtllm_kvmap.evaluate.tasks.config import TaskConfig
 from trtllm_kvmap.evaluate.tasks.conversations import coqa_items
 from trtllm_kvmap.evaluate.tasks.items import Item
+from trtllm_kvmap.evaluate.tasks.prompts import prompts_items
 from trtllm_kvmap.evaluate.tasks.ruler import TELLERS, ruler_items
 from trtllm_kvmap.evaluate.tasks.text import Tokenizer, encode, read_text
 from trtllm_kvmap.evaluate.tasks.tiny import tiny_items
@@ -54,6 +55,7 @@ def text_items(config: TaskConfig, tokenizer: Tokenizer) -> list[Item]:
 TASKS: dict[str, Callable[[TaskConfig, Tokenizer], list[Item]]] = {
     "tiny": tiny_items,
     "text": text_items,
+    "prompts": prompts_items,
     **dict.fromkeys(READERS, choice_items),
     "coqa": coqa_items,
     **dict.fromkeys(TELLERS, ruler_items),
