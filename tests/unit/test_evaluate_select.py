@@ -135,6 +135,19 @@ def test_without_continuations_the_accuracy_chooses(
     assert chosen == [max(row["accuracy"] for row in table)]
 
 
+def test_by_cosine_the_attention_outputs_choose_whatever_the_loss(
+    pair: tuple[LoadedModel, LoadedModel], moments: MomentSet
+) -> None:
+    best, table = select(moments, CANDIDATES[:3], *pair, ITEMS, CONFIG, choose_by="cosine")
+    cosines = [row["attention_cosine"] for row in table]
+    winner = int(np.argmax(cosines))
+    assert winner != int(np.argmin([row["nll"] for row in table]))  # else this shows nothing
+    assert [row["chosen"] for row in table] == [i == winner for i in range(3)]
+    assert best.fitted["config"] == table[winner]["config"]
+    assert best.fitted["attention_cosine"]["mean"] == max(cosines)
+    assert best.fitted["selection"]["chosen_by"] == "cosine"
+
+
 def test_the_report_may_not_use_the_items_of_the_selection(
     pair: tuple[LoadedModel, LoadedModel], moments: MomentSet
 ) -> None:

@@ -18,7 +18,7 @@ from trtllm_kvmap.cli.flags import JsonOption, config_flags
 from trtllm_kvmap.cli.inspect import describe
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.evaluate.run import EvaluationConfig
-from trtllm_kvmap.evaluate.select import select
+from trtllm_kvmap.evaluate.select import ChooseBy, select
 from trtllm_kvmap.evaluate.tasks.named import TaskConfig, read_items
 from trtllm_kvmap.fit import FitConfig
 from trtllm_kvmap.fit import fit as run_fit
@@ -39,10 +39,13 @@ def fit(
     config: EvaluationConfig,
     source: Annotated[str | None, typer.Option(help="source model, to choose candidates")] = None,
     target: Annotated[str | None, typer.Option(help="target model, to choose candidates")] = None,
+    choose_by: Annotated[
+        ChooseBy, typer.Option(help="held-out loss, or the cosine of attention outputs")
+    ] = "loss",
     estimate: Annotated[bool, typer.Option("--estimate", help="print RAM and time, stop")] = False,
     json: JsonOption = None,
 ) -> None:
-    """Solve moments for a map. With several candidates, choose by the target's own held-out loss.
+    """Solve moments for a map. Of several candidates the target's own held-out loss chooses one.
 
     The items of --task choose among the candidates; evaluate refuses to report on them.
     """
@@ -55,7 +58,7 @@ def fit(
         kvmap = run_fit((MomentSet.load(path) for path in moments), candidates[0])
         kvmap = with_layer_r2(kvmap, (MomentSet.load(path) for path in moments))
     else:
-        kvmap = _choose(moments, candidates, source, target, task_config, config)
+        kvmap = _choose(moments, candidates, source, target, task_config, config, choose_by)
     kvmap.save(out)
     console.print(f"Wrote {out}: {kvmap.scope}, {kvmap.num_parameters:,} parameters")
     write_json(json, describe(kvmap))
@@ -68,6 +71,7 @@ def _choose(
     target: str | None,
     task_config: TaskConfig,
     config: EvaluationConfig,
+    choose_by: ChooseBy,
 ) -> KvMap:
     if source is None or target is None:
         raise InputError(
@@ -89,6 +93,7 @@ def _choose(
             items,
             config,
             on_candidate=show,
+            choose_by=choose_by,
         )
     for row in rows:
         console.print(_line(row), highlight=False)
@@ -112,7 +117,7 @@ def _line(row: dict[str, Any]) -> str:
     mark = "->" if row["chosen"] else "  "
     figures = " ".join(
         f"{key} {row[key]:.4g}"
-        for key in ("nll", "accuracy", "gap_recovered")
+        for key in ("nll", "attention_cosine", "accuracy", "gap_recovered")
         if row[key] is not None
     )
     return f"{mark} {name}: {figures}"

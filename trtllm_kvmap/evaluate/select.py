@@ -1,4 +1,6 @@
-"""Chooses k, n, ridge and scope by the target's own loss, on items that no report will see."""
+"""Chooses k, n, ridge and scope by the target's own loss, or by its attention outputs, on items
+that no report will see.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -24,6 +26,7 @@ from trtllm_kvmap.fit.layer_r2 import layer_r2
 from trtllm_kvmap.models import LoadedModel
 from trtllm_kvmap.spec.plan import plan_handoff
 
+ChooseBy = Literal["loss", "cosine"]
 FIGURES = (
     "parameters",
     "r2_key",
@@ -43,14 +46,16 @@ def select(
     items: Sequence[Item],
     config: EvaluationConfig,
     on_candidate: Callable[[int, int], None] | None = None,
+    choose_by: ChooseBy = "loss",
 ) -> tuple[KvMap, list[dict[str, Any]]]:
     """The best of ``candidates`` and the table of all of them, one row each, in order.
 
     Each is fitted from the same ``moments`` (all shards of the pair, if several) and hands
-    ``items`` over with the S and N of ``config``; the lowest NLL of the continuations wins (without
-    continuations the highest accuracy). The map's ``fitted`` keeps the table, the winner's
-    attention-output cosine by layer, and the digests of the items, so that evaluate refuses to
-    report on them. In memory are two maps and, for all items, the caches of both models.
+    ``items`` over with the S and N of ``config``. By ``loss`` the lowest NLL of the continuations
+    wins (without continuations the highest accuracy); by ``cosine`` the highest mean cosine of the
+    target's attention outputs with its own, which needs no right answers. The map's ``fitted``
+    keeps the table, the winner's cosine by layer, and the digests of the items, so that evaluate
+    refuses to report on them. In memory are two maps and, for all items, the caches of both models.
 
     A candidate that does not suit the pair or the moments is a row with its reason; raises
     MismatchError when none is left. ``on_candidate(done, total)`` is called after each.
@@ -78,7 +83,7 @@ def select(
         else:
             outcomes = _judge(_arm(kvmap, source, target, config), readings, config)
             row |= _figures(kvmap, outcomes, alone, config.metric)
-            loss = -row["accuracy"] if row["nll"] is None else row["nll"]
+            loss = _loss(row, choose_by)
             if loss < least:
                 least, best, best_row, best_outcomes = loss, kvmap, row, outcomes
         if on_candidate is not None:
@@ -86,7 +91,7 @@ def select(
     if best is None:
         raise MismatchError(
             f"None of the {len(candidates)} candidates gives a map; the first one: "
-            f"{table[0]['refused'] or 'its loss is not a number'}"
+            f"{table[0]['refused'] or f'its {choose_by} is not a number'}"
         )
     best_row["chosen"] = True
     fitted = {
@@ -97,6 +102,7 @@ def select(
             "S": config.first_tokens,
             "N": config.repair_window,
             "metric": config.metric,
+            "chosen_by": choose_by,
             **{
                 name: {"nll": _value(sums.nll), "accuracy": _value(sums.accuracy)}
                 for name, sums in alone.items()
@@ -107,6 +113,13 @@ def select(
         "layer_r2": layer_r2(moments),
     }
     return replace(best, fitted=fitted), table
+
+
+def _loss(row: dict[str, Any], choose_by: ChooseBy) -> float:
+    """What the winner has least of."""
+    if choose_by == "cosine":
+        return float(-row["attention_cosine"])
+    return float(-row["accuracy"] if row["nll"] is None else row["nll"])
 
 
 def _arm(kvmap: KvMap, source: LoadedModel, target: LoadedModel, config: EvaluationConfig) -> Arm:
