@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from trtllm_kvmap.calibrate.capture import read
 from trtllm_kvmap.calibrate.config import CalibrationConfig
 from trtllm_kvmap.calibrate.estimate import CalibrationEstimate, estimate_calibration
 from trtllm_kvmap.calibrate.run import calibrate
+from trtllm_kvmap.calibrate.sensitivity import gradients
 from trtllm_kvmap.errors import MismatchError
 from trtllm_kvmap.machine import matmul_rate, say_bytes, say_seconds, total_memory
 from trtllm_kvmap.models import LoadedModel
@@ -65,6 +67,40 @@ def test_what_reading_on_takes_is_counted() -> None:
     beside = [cost.memory_bytes - cost.moments_bytes for cost in (plain, weighed)]
     queries, shares = 4 * 64 * 64 * 128 * 8192 // 4, 4 * 64 * 256 * 8192
     assert beside[1] - beside[0] > queries + shares
+
+
+@pytest.mark.parametrize("tokens", [128, 512])
+def test_what_a_gradient_keeps_is_counted(
+    random_model: Callable[..., LoadedModel], tokens: int
+) -> None:
+    """Sensitivity: everything autograd saves, beside the weights, on the way to a gradient."""
+    loaded = random_model(layers=3, heads=8, head_dim=32, seed=1)
+    weights = {p.untyped_storage().data_ptr() for p in loaded.model.parameters()}
+    saved: dict[int, int] = {}
+
+    def noted(tensor: torch.Tensor) -> torch.Tensor:
+        memory = tensor.untyped_storage()
+        if memory.data_ptr() not in weights:
+            saved[memory.data_ptr()] = memory.nbytes()
+        return tensor
+
+    read_on = tokens // 4
+    cache = read(loaded, torch.arange(tokens - read_on) % 60)
+    with torch.autograd.graph.saved_tensors_hooks(noted, lambda tensor: tensor):
+        gradients(loaded, cache, [[5] * read_on])
+    uniform, sensitive = (
+        estimate_calibration(
+            *(loaded.spec,) * 2,
+            CalibrationConfig(weighting=weighting, max_tokens=tokens),
+            tokens=10,
+            flops_per_second=1e9,
+            available=GB,
+        )
+        for weighting in ("uniform", "sensitivity")
+    )
+    beside = [cost.memory_bytes - cost.moments_bytes for cost in (uniform, sensitive)]
+    kept = sum(saved.values())
+    assert kept < beside[1] - beside[0] < 2 * kept
 
 
 def test_a_large_pair_does_not_fit_jointly_and_a_shard_is_named() -> None:

@@ -141,16 +141,30 @@ def _part_bytes(plan: PartPlan, config: CalibrationConfig) -> int:
 
 def _regard_bytes(source: ModelSpec, target: ModelSpec, config: CalibrationConfig) -> int:
     """Beside the document, while its last quarter is read on: a copy of the target's KV, all
-    queries, the output projections and what a document's errors cost, and six matrices of shares
-    of attention. What a gradient (sensitivity) keeps on its way is not counted.
+    queries, the next words' scores three times, the output projections and what a document's errors
+    cost; and six matrices of shares of attention, or what a gradient keeps.
     """
     if config.weighting == "uniform":
         return 0
-    window, heads = config.window(source, target), target.num_heads
-    queries = 4 * target.num_layers * heads * target.head_dim * (window // 4)
+    window, width = config.window(source, target), target.num_heads * target.head_dim
+    read = window // 4
+    queries = 4 * target.num_layers * width * read
     costs = 3 * 8 * target.num_layers * target.num_kv_heads * target.head_dim**2
-    shares = 6 * 4 * heads * min(QUERIES, window // 4) * window
-    return window * target.kv_bytes_per_token(4) + queries + costs + shares
+    beside = window * target.kv_bytes_per_token(4) + queries + 3 * 4 * target.vocab_size * read
+    if config.weighting == "sensitivity":
+        return beside + costs + _gradient_bytes(target, window - read, read)
+    return beside + costs + 6 * 4 * target.num_heads * min(QUERIES, read) * window
+
+
+def _gradient_bytes(target: ModelSpec, held: int, read: int) -> int:
+    """What is kept of a pass of ``read`` tokens over ``held`` ones until its gradient is taken: a
+    layer's activations (24 of its width together, where its MLP has about 8/3 of that), keys and
+    values repeated for every query head, and the mask; then the gradient of all that is held, as
+    it comes, stacked, and turned back.
+    """
+    width = target.num_heads * target.head_dim
+    layer = 24 * width * read + 2 * width * (held + read) + read * (held + read)
+    return 4 * target.num_layers * layer + 3 * held * target.kv_bytes_per_token(4)
 
 
 def _table_bytes(target: ModelSpec) -> int:

@@ -8,6 +8,11 @@ from trtllm_kvmap.fit.config import FitConfig
 from trtllm_kvmap.machine import say_bytes, say_seconds
 from trtllm_kvmap.spec.model import ModelSpec
 
+# Operations of a matmul, over n^3, in the time that an n x n eigen-decomposition takes: measured
+# between 9 (n = 1,024) and 30 (64) on a CPU.
+EIGEN = 20
+BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
+
 
 @dataclass(frozen=True, slots=True)
 class FitEstimate:
@@ -54,9 +59,13 @@ def estimate_fit(
     block, count, out, groups = _shape(source, target, config)
     readable = width if config.scope == "slice" else block * source.num_layers
     chosen = block * count
-    map_bytes = 4 * groups * chosen * out
+    cut = 0 < config.rank < min(chosen, out)
+    stored = config.rank * (chosen + 1 + out) if cut else chosen * out
+    map_bytes = BYTES[config.dtype] * groups * stored
     # A cut-out gram, its factor or its residual rows, the cross and its residual.
     working = 8 * readable * (readable + chosen + 2 * out)
+    if cut:  # the matrix that is decomposed, its metric, their roots, vectors and scratch
+        working += 8 * 12 * out**2
     whole = config.scope != "slice" and count >= source.num_layers
     factor, solve = chosen**3 / 3, 2 * chosen**2 * out
     if whole:  # one factor for all groups that read the same slices
@@ -67,12 +76,22 @@ def estimate_fit(
         rows = readable * chosen**2
         updates = 3 * readable * chosen * (block + out)
         flops = groups * (rows + updates + factor + solve)
+    if cut:
+        flops += groups * _cut_flops(chosen, out, config)
     return FitEstimate(
         memory_bytes=moments + working + map_bytes,
         map_bytes=map_bytes,
         seconds=flops / flops_per_second,
         available=available,
     )
+
+
+def _cut_flops(columns: int, out: int, config: FitConfig) -> int:
+    """Of lowrank.truncate for a matrix [columns, out], and of judging what it leaves."""
+    decomposed, squares = (6, 11) if config.cut == "output" else (1, 2)  # matrices [out, out]
+    inputs = 1 if config.cut == "plain" else 2  # W^T W, W^T G W
+    flops = (EIGEN * decomposed + 2 * squares) * out**3 + 2 * inputs * columns * out**2
+    return flops + 2 * columns**2 * out + 4 * columns * out * config.rank
 
 
 def _shape(source: ModelSpec, target: ModelSpec, config: FitConfig) -> tuple[int, int, int, int]:
