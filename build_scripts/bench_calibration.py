@@ -24,7 +24,7 @@ from trtllm_kvmap.calibrate.config import CalibrationConfig
 from trtllm_kvmap.calibrate.run import calibrate
 from trtllm_kvmap.calibrate.traffic import TrafficConfig, TrafficMoments
 from trtllm_kvmap.decode.bridge import KvBridge
-from trtllm_kvmap.demo import REPORT_SEED, calibration_documents
+from trtllm_kvmap.demo import REPORT_SEED
 from trtllm_kvmap.evaluate.arms import mapped
 from trtllm_kvmap.evaluate.bootstrap import draw, figure
 from trtllm_kvmap.evaluate.probe import Ready
@@ -37,7 +37,7 @@ from trtllm_kvmap.fit import FitConfig, fit
 from trtllm_kvmap.models import LoadedModel, load_model
 from trtllm_kvmap.spec.plan import plan_handoff
 from trtllm_kvmap.tiny import PAIRS, model_folder
-from trtllm_kvmap.tiny.documents import make_document
+from trtllm_kvmap.tiny.documents import make_document, mostly_facts
 
 SEQUENCES = (10, 50, 100, 500)
 REPORT_ITEMS, CONTEXT_TOKENS, SCALE_SEED, TRAFFIC_SEED = 40, 512, 41, 42
@@ -64,7 +64,8 @@ def _pair(source_name: str, target_name: str) -> dict[str, Any]:
         "source": _draws([reading.source for reading in readings], readings),
         "target": _draws([reading.target for reading in readings], readings),
     }
-    growth, moments, documents = [], None, _documents(target, max(SEQUENCES))
+    documents = [target.tokenise(text) for text in mostly_facts(SCALE_SEED, max(SEQUENCES))]
+    growth, moments = [], None
     for start, stop in zip((0, *SEQUENCES), SEQUENCES, strict=False):
         more = _calibrated(source, target, documents[start:stop])
         moments = more if moments is None else moments + more
@@ -74,17 +75,6 @@ def _pair(source_name: str, target_name: str) -> dict[str, Any]:
         )
         print(f"{source_name} to {target_name}: {growth[-1]}", flush=True)
     return {"growth": growth, "traffic": _traffic(source, target)}
-
-
-def _documents(loaded: LoadedModel, count: int) -> list[list[int]]:
-    """Documents that are mostly facts, as the demo calibrates on, of a seed of their own."""
-    rng = np.random.default_rng(SCALE_SEED)
-    documents = []
-    for _ in range(count):
-        facts = int(rng.integers(8, 31))
-        tokens = 13 + 3 * facts + int(rng.integers(0, 3 * facts))
-        documents.append(loaded.tokenise(make_document(rng, tokens, facts, 0).text))
-    return documents
 
 
 def _calibrated(
@@ -127,7 +117,8 @@ def _draws(ready: Sequence[Ready], readings: Sequence[Reading]) -> Draws:
 
 def _traffic(source: LoadedModel, target: LoadedModel) -> dict[str, Any]:
     """An old map of ten documents unlike the traffic against one refitted from the traffic."""
-    old = fit(_calibrated(source, target, calibration_documents(target)[:10]), FITTED)
+    few = [target.tokenise(text) for text in mostly_facts(seed=1, count=10)]
+    old = fit(_calibrated(source, target, few), FITTED)
     rng = np.random.default_rng(TRAFFIC_SEED)
     config = TrafficConfig(consent=True, max_pending=TRAFFIC)
     # Which prompts are held out is a secret of every run; here it is no secret, so that two runs

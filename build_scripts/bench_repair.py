@@ -24,7 +24,7 @@ from trtllm_kvmap.calibrate.run import calibrate
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.decode.prefill import prefill
 from trtllm_kvmap.decode.select_tokens import rank_by_attention
-from trtllm_kvmap.demo import calibration_documents, tiny_items
+from trtllm_kvmap.demo import tiny_items
 from trtllm_kvmap.evaluate.arms import copy_map, mapped, repair_only
 from trtllm_kvmap.evaluate.bootstrap import draw
 from trtllm_kvmap.evaluate.reading import judge, read_item
@@ -35,6 +35,7 @@ from trtllm_kvmap.inject.hf_cache import HfCache, fork
 from trtllm_kvmap.models import LoadedModel, load_model
 from trtllm_kvmap.spec.plan import HandoffPlan, RepairCost, chunk_boundaries, plan_handoff
 from trtllm_kvmap.tiny import model_folder
+from trtllm_kvmap.tiny.documents import mostly_facts
 
 ITEMS, ITEMS_SEED, RESAMPLES = 60, 3, 2000  # the documents that the demo reports on
 LENGTHS, ROUNDS = (1024, 2048), 5
@@ -77,12 +78,12 @@ def bench_repair() -> dict[str, Any]:
 
 
 def slice_map(source: LoadedModel, target: LoadedModel) -> KvMap:
-    """The `slice` map that the demo's candidates end with, from the demo's calibration text."""
+    """A `slice` map from short documents that are mostly facts, every token counted alike."""
     with tempfile.TemporaryDirectory() as folder:
         moments = calibrate(
             source,
             target,
-            calibration_documents(target),
+            [target.tokenise(text) for text in mostly_facts(seed=1, count=400)],
             CalibrationConfig(joint=True),
             Path(folder) / "pair.moments.safetensors",
         )

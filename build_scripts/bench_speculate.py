@@ -37,14 +37,13 @@ from trtllm_kvmap.decode.generate import generate
 from trtllm_kvmap.decode.prefill import prefill
 from trtllm_kvmap.decode.speculation.draft_length import DraftLength
 from trtllm_kvmap.decode.speculation.speculate import Speculation, speculate
-from trtllm_kvmap.demo import calibration_documents
 from trtllm_kvmap.fit import fit
 from trtllm_kvmap.fit.config import FitConfig
 from trtllm_kvmap.inject.hf_cache import HfCache, fork
 from trtllm_kvmap.models import LoadedModel, load_model, spec_from_config
 from trtllm_kvmap.spec.plan import plan_handoff
 from trtllm_kvmap.tiny import model_folder
-from trtllm_kvmap.tiny.documents import make_document
+from trtllm_kvmap.tiny.documents import make_document, mostly_facts
 
 FIXED = (4, 8, 16, 24)
 REPEATS = 8  # of every layer of the slow verifier
@@ -206,7 +205,7 @@ def fitted_map(source: LoadedModel, target: LoadedModel) -> KvMap:
         moments = calibrate(
             source,
             target,
-            calibration_documents(target)[:CALIBRATION_DOCUMENTS],
+            [target.tokenise(text) for text in mostly_facts(seed=1, count=CALIBRATION_DOCUMENTS)],
             CalibrationConfig(),
             Path(folder) / "pair.moments.safetensors",
         )

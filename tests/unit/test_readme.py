@@ -9,10 +9,10 @@ import pytest
 
 from trtllm_kvmap.calibrate.config import CalibrationConfig
 from trtllm_kvmap.calibrate.run import calibrate
-from trtllm_kvmap.demo import calibration_documents
 from trtllm_kvmap.fit import FitConfig, fit
 from trtllm_kvmap.models import load_model
 from trtllm_kvmap.tiny import model_folder
+from trtllm_kvmap.tiny.documents import mostly_facts
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -26,7 +26,7 @@ def blocks(language: str) -> list[str]:
 def where_the_demo_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the map that the README loads, as the demo leaves it."""
     source, target = load_model(model_folder("tiny-s")), load_model(model_folder("tiny-m"))
-    documents = calibration_documents(target)[:40]
+    documents = [target.tokenise(text) for text in mostly_facts(seed=1, count=40)]
     moments = calibrate(source, target, documents, CalibrationConfig(), tmp_path / "m")
     kvmap = fit(moments, FitConfig(n=4)).with_evidence({"made for": "this test"})
     kvmap.save(tmp_path / "kvmap-demo/tiny-s-to-tiny-m/tiny-s-to-tiny-m.kvmap.safetensors")

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from trtllm_kvmap.errors import InputError
-from trtllm_kvmap.tiny.documents import NAMES, STEP_WORDS, TOKEN_ID, Document, make_document
+from trtllm_kvmap.tiny.documents import (
+    NAMES,
+    STEP_WORDS,
+    TOKEN_ID,
+    Document,
+    make_document,
+    mostly_facts,
+)
 
 
 def facts_told(document: Document) -> dict[str, str]:
@@ -52,3 +59,14 @@ def test_what_cannot_be_made_is_refused() -> None:
         make_document(rng, 40, 12, 1)
     with pytest.raises(InputError, match="facts must be between 4 and 30, got 31"):
         make_document(rng, 400, 31, 1)
+
+
+def test_documents_that_are_mostly_facts() -> None:
+    texts = mostly_facts(seed=1, count=20)
+    assert texts == mostly_facts(seed=1, count=30)[:20]
+    assert not set(texts) & set(mostly_facts(seed=2, count=20))
+    for text in texts:
+        told = facts_told(Document(text, ()))
+        body = len(text.split()) - 13  # <bos>, and a sentence of six words at either end
+        assert 8 <= len(told) <= len(NAMES)
+        assert 3 * len(told) <= body < 2 * 3 * len(told)

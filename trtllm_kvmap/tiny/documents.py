@@ -142,6 +142,22 @@ def sentences(
     return written
 
 
+def mostly_facts(seed: int, count: int) -> list[str]:
+    """Texts of short documents that are mostly facts; equal seeds give equal ones.
+
+    A calibration that counts every token alike learns from these what facts need. In documents as
+    long as a report's nine tokens of ten carry no fact, and a plain ridge of those recovers half as
+    much of the gap; rows weighed by attention need no such text.
+    """
+    rng = np.random.default_rng(seed)
+    texts = []
+    for _ in range(count):
+        facts = int(rng.integers(8, len(NAMES) + 1))
+        tokens = FRAME_TOKENS + FACT_TOKENS * facts + int(rng.integers(0, FACT_TOKENS * facts))
+        texts.append(make_document(rng, tokens, facts, 0).text)
+    return texts
+
+
 def make_document(
     rng: np.random.Generator, tokens: int, facts: int, questions: int, num_choices: int = 4
 ) -> Document:
