@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from trtllm_kvmap.cli import app
+from trtllm_kvmap.cli import ORDER, app
 from trtllm_kvmap.cli.plan import plan
 from trtllm_kvmap.cli.wording import flags_of, in_flags
 from trtllm_kvmap.errors import FormatError, InputError
@@ -41,6 +41,21 @@ def test_an_option_that_verbs_share_says_the_same_everywhere() -> None:
     assert set(said) == {"json", "allow_unproven", "source", "target"}
     assert all(len(helps) == 1 for helps in said.values()), said
     assert len(next(iter(said["json"].values()))) > 10
+
+
+def test_every_parameter_of_every_verb_is_explained() -> None:
+    found = 0
+    for path, command in commands(typer.main.get_command(app)):
+        for parameter in command.params:
+            found += 1
+            assert parameter.help, (path, parameter.name)
+    assert found > 100
+
+
+def test_verbs_are_listed_as_one_meets_them() -> None:
+    listed = [path[0] for path, _ in commands(typer.main.get_command(app))]
+    assert listed[:5] == ["doctor", "demo", "calibrate", "fit", "evaluate"]
+    assert set(ORDER) == {name for name in listed if name != "registry"}
 
 
 def test_every_verb_asks_for_its_json_before_it_works(

@@ -24,11 +24,15 @@ class CalibrationConfig:
     )
     joint: bool = field(
         default=False,
-        metadata={"help": "Sum keys and values together, so that a map may cross them."},
+        metadata={
+            "help": "Sum keys and values together, for maps that cross them (fit --fields both)."
+        },
     )
     layers: tuple[int, ...] = field(
         default=(),
-        metadata={"help": "A band of target layers: the first, and one past the last."},
+        metadata={
+            "help": "A band of target layers: --layers FIRST --layers END, one past the last."
+        },
     )
     skip_first: int = field(
         default=4,

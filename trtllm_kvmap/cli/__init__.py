@@ -42,6 +42,14 @@ __all__ = [
 ]
 
 
+# As one meets them: what is there, the way of a map, its use, and what goes on from there.
+ORDER = (
+    *("doctor", "demo", "calibrate", "fit", "evaluate", "report", "generate", "inspect"),
+    *("guard", "plan", "triton", "diagnose", "refine", "alternate", "recipe"),
+)
+app.registered_commands.sort(key=lambda command: ORDER.index(str(command.name)))
+
+
 def main() -> None:
     quiet_loading()
     app()

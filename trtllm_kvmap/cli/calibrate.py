@@ -33,14 +33,16 @@ def calibrate(
     text: Annotated[
         Path | None, typer.Option(help="plain text, JSONL, or a folder of such files")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="the .moments.safetensors to write")] = None,
+    out: Annotated[Path | None, typer.Option(help="the .moments.safetensors file to write")] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="go on from OUT.partial, which an interrupted run left")
     ] = False,
     estimate: Annotated[
-        bool, typer.Option("--estimate", help="print RAM, disk and time, and stop")
+        bool, typer.Option("--estimate", help="print memory, disk and time, and stop")
     ] = False,
-    estimate_tokens: Annotated[int, typer.Option(help="tokens of text to estimate for")] = 128_000,
+    estimate_tokens: Annotated[
+        int, typer.Option(help="how many tokens --estimate is for")
+    ] = 128_000,
     json: JsonOption = None,
 ) -> None:
     """Read text with both models once and add up the moments that every fit is made from.

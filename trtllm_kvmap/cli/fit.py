@@ -37,12 +37,18 @@ def fit(
     grid: FitGrid,
     task_config: TaskConfig,
     config: EvaluationConfig,
-    source: Annotated[str | None, typer.Option(help="source model, to choose candidates")] = None,
-    target: Annotated[str | None, typer.Option(help="target model, to choose candidates")] = None,
+    source: Annotated[
+        str | None, typer.Option(help="source model: to choose among several candidates")
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option(help="target model: to choose among several candidates")
+    ] = None,
     choose_by: Annotated[
-        ChooseBy, typer.Option(help="held-out loss, or the cosine of attention outputs")
+        ChooseBy, typer.Option(help="the target's held-out loss, or cosine: of attention outputs")
     ] = "loss",
-    estimate: Annotated[bool, typer.Option("--estimate", help="print RAM and time, stop")] = False,
+    estimate: Annotated[
+        bool, typer.Option("--estimate", help="print memory, disk and time of each, and stop")
+    ] = False,
     json: JsonOption = None,
 ) -> None:
     """Solve moments for a map. Of several candidates the target's own held-out loss chooses one.

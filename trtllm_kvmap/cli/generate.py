@@ -40,12 +40,22 @@ class GenerateConfig:
     repair_window: int = field(default=32, metadata={"help": "N: last tokens the target computes"})
     selected_tokens: int = field(
         default=0,
-        metadata={"help": "tokens between that it computes too: those the source looks at most"},
+        metadata={
+            "help": "tokens between the two that it computes too: those the source attends to most"
+        },
     )
     speculate: bool = field(
         default=False, metadata={"help": "the source drafts, the target verifies: the same answer"}
     )
-    backend: str = field(default="cpu", metadata={"help": "which backend runs the map"})
+    backend: str = field(
+        default="cpu", metadata={"help": "what runs the map: cpu, cuda or reference"}
+    )
+
+    def __post_init__(self) -> None:
+        least = {"max_new_tokens": 1, "first_tokens": 0, "repair_window": 0, "selected_tokens": 0}
+        for name, count in least.items():
+            if getattr(self, name) < count:
+                raise InputError(f"{name} must be at least {count}, got {getattr(self, name)}.")
 
 
 @verb
@@ -65,14 +75,13 @@ def generate(
     A map that carries a guard (`trtllm-kvmap guard`) is asked whether it may stand; if not, the
     target reads the prompt itself.
     """
+    text = _prompt_text(prompt, prompt_file)
     loaded = KvMap.load(kvmap, allow_unproven=allow_unproven)
     reader = load_model(source)
     bridge = KvBridge(loaded, source=reader, target=load_model(target), backend=config.backend)
-    ids = bridge.target.tokenise(_prompt_text(prompt, prompt_file))
+    ids = bridge.target.tokenise(text)
     if not ids:
         raise InputError("The prompt has no token; give some text.")
-    if config.max_new_tokens < 1:
-        raise InputError(f"--max-new-tokens must be at least 1, got {config.max_new_tokens}.")
     require_room(bridge.target, len(ids) + config.max_new_tokens)
     plan = plan_handoff(
         len(ids), first_tokens=config.first_tokens, repair_window=config.repair_window

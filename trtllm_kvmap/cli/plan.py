@@ -33,13 +33,18 @@ def plan(
     ],
     reply_tokens: Annotated[int, typer.Option(help="tokens still to be said")] = 64,
     direction: Annotated[
-        str | None, typer.Option(help="up or down (default: up when the target decodes slower)")
+        str | None,
+        typer.Option(
+            help="why the target is wanted: up (it answers better) or down (it answers sooner); "
+            "default: up if it decodes more slowly"
+        ),
     ] = None,
     mirrored: Annotated[
         bool, typer.Option("--mirrored", help="the target's cache is kept mapped already")
     ] = False,
     speeds: Annotated[
-        Path | None, typer.Option(help="measured speeds, JSON; written here with --measure")
+        Path | None,
+        typer.Option(help="measured speeds as JSON: read from here, or with --measure written"),
     ] = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="measure the speeds of --source and --target now")
@@ -47,7 +52,7 @@ def plan(
     source: Annotated[str | None, typer.Option(help="source model, to measure")] = None,
     target: Annotated[str | None, typer.Option(help="target model, to measure")] = None,
     max_seconds: Annotated[
-        float | None, typer.Option(help="longest wait for the first token")
+        float | None, typer.Option(help="longest wait for the first token, in seconds")
     ] = None,
     json: JsonOption = None,
 ) -> None:

@@ -85,7 +85,9 @@ def verify(url: UrlArgument, public_key: KeyOption = None, json: JsonOption = No
 def find(
     url: UrlArgument, source: SourceOption, target: TargetOption, json: JsonOption = None
 ) -> None:
-    """The maps between two models, the best first: they are loaded to compare their weights."""
+    """The maps from one model to another, the best first. The models are loaded, to compare their
+    weights.
+    """
     prints = [load_model(model).fingerprint for model in (source, target)]
     found = Registry(url).find(*prints)
     if not found:
@@ -110,7 +112,7 @@ def add(
 @verb
 def sign(
     url: UrlArgument,
-    path: Annotated[str, typer.Argument(help="a map as list shows it")],
+    path: Annotated[str, typer.Argument(help="the name of a map, as registry list shows it")],
     private_key: Annotated[Path, typer.Option(help="ed25519 private key (PEM)")],
 ) -> None:
     """Write a detached signature beside a map, after reading the map as a whole."""
@@ -125,7 +127,7 @@ def sign(
 @verb
 def sizes(
     model: Annotated[
-        list[str] | None, typer.Option(help="a model folder or hub id, several times")
+        list[str] | None, typer.Option(help="a model: a folder, or a hub id; repeatable")
     ] = None,
     json: JsonOption = None,
 ) -> None:

@@ -16,18 +16,19 @@ from trtllm_kvmap.evaluate.report.markdown import markdown as document
 from trtllm_kvmap.evaluate.report.page import html as page
 from trtllm_kvmap.evaluate.report.report import Report, table
 
-HtmlOption = Annotated[Path | None, typer.Option(help="write the report here as one page")]
+HtmlOption = Annotated[Path | None, typer.Option(help="write the report here as one HTML page")]
 MarkdownOption = Annotated[Path | None, typer.Option(help="write the report here as Markdown")]
 
 
 @verb
 def report(
-    report: Annotated[Path, typer.Argument(help="a report.json that evaluate wrote")],
+    report: Annotated[Path, typer.Argument(help="what evaluate --json wrote")],
     html: HtmlOption = None,
     markdown: MarkdownOption = None,
     json: JsonOption = None,
     diagnosis: Annotated[
-        Path | None, typer.Option(help="what diagnose wrote of the same map, to be shown as well")
+        Path | None,
+        typer.Option(help="what diagnose --json wrote of the same map, to be shown as well"),
     ] = None,
 ) -> None:
     """Show a report again: the table of arms, and the page or the Markdown if asked."""
@@ -38,7 +39,7 @@ def report(
     try:
         shown = table(loaded)
         written = render_report(loaded, html, markdown)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         files = report if diagnosis is None else f"{report} or {diagnosis}"
         raise FormatError(
             f"{files} has the entries of a report but not their shapes ({error!r}). Write it "

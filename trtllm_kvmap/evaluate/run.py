@@ -53,7 +53,9 @@ class EvaluationConfig:
         metadata={"help": "divide the score of a choice by its length (see docs/tasks.md)"},
     )
     resamples: int = field(default=2000, metadata={"help": "draws of the bootstrap"})
-    backend: str = field(default="cpu", metadata={"help": "which backend runs the map"})
+    backend: str = field(
+        default="cpu", metadata={"help": "what runs the map: cpu, cuda or reference"}
+    )
 
     def __post_init__(self) -> None:
         if self.metric not in ("accuracy", "nll"):

@@ -9,7 +9,7 @@ from trtllm_kvmap.machine import say_bytes, say_seconds
 from trtllm_kvmap.spec.model import ModelSpec
 
 # Operations of a matmul, over n^3, in the time that an n x n eigen-decomposition takes: measured
-# between 9 (n = 1,024) and 30 (64) on a CPU.
+# from 9 (n = 1,024) to 44 (256) on a CPU.
 EIGEN = 20
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 

@@ -30,7 +30,9 @@ class RefineConfig:
     steps: int = field(
         default=400, metadata={"help": "Steps of the optimiser: documents, or batches of tokens."}
     )
-    learning_rate: float = field(default=3e-3, metadata={"help": "Adam's, falling to 0 (cosine)."})
+    learning_rate: float = field(
+        default=3e-3, metadata={"help": "Of Adam, at the start; it falls to 0 (cosine)."}
+    )
     batch_tokens: int = field(default=1024, metadata={"help": "Tokens in a batch (mlp)."})
     skip_first: int = field(
         default=4, metadata={"help": "First tokens of a document, which are never mapped."}
@@ -39,7 +41,9 @@ class RefineConfig:
         default=0.2,
         metadata={"help": "Share of the documents that choose the scale and train nothing."},
     )
-    seed: int = field(default=0, metadata={"help": "Of the first weights and of the order."})
+    seed: int = field(
+        default=0, metadata={"help": "Draws the first weights and the order of the text."}
+    )
 
     def __post_init__(self) -> None:
         for name, known in (("term", ("residual", "mlp")), ("teacher", ("target", "source"))):

@@ -20,7 +20,7 @@ class TaskConfig:
         default="", metadata={"help": "the task's file (tiny and generated tasks need none)"}
     )
     num_items: int = field(default=60, metadata={"help": "how many items to read"})
-    skip: int = field(default=0, metadata={"help": "how many items to leave out before them"})
+    skip: int = field(default=0, metadata={"help": "how many items of the task to pass over first"})
     context_tokens: int = field(
         default=1024,
         metadata={"help": "longest context of tiny, every context of text and generated tasks"},
@@ -31,7 +31,9 @@ class TaskConfig:
     questions: int = field(
         default=6, metadata={"help": "questions per document of tiny and generated tasks"}
     )
-    seed: int = field(default=0, metadata={"help": "draws the documents of generated tasks"})
+    seed: int = field(
+        default=0, metadata={"help": "draws the documents of tiny and generated tasks"}
+    )
 
     def __post_init__(self) -> None:
         for name in ("num_items", "context_tokens"):
