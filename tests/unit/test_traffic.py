@@ -1,12 +1,14 @@
-"""Moments of traffic: what is counted, what is kept, what leaves; and when a new map takes over."""
+"""Moments of traffic: what is counted, what is kept, what leaves, from whom, and when; and when a
+new map takes over.
+"""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ import torch
 from handmade_maps import random_map
 
 from trtllm_kvmap.artifact.kvmap import KvMap
+from trtllm_kvmap.artifact.moments import MomentSet
 from trtllm_kvmap.calibrate.config import CalibrationConfig
 from trtllm_kvmap.calibrate.run import calibrate
 from trtllm_kvmap.calibrate.traffic import TrafficConfig, TrafficMoments
@@ -81,7 +84,7 @@ def test_nothing_is_taken_without_consent(pair: tuple[LoadedModel, LoadedModel])
         assert {traffic.offer(ids) for ids in prompts(5)} == {"no_consent"}
         assert (traffic.documents, traffic.held_out()) == (0, [])
         assert threading.active_count() == before
-        with pytest.raises(InputError, match="0 prompts have been counted"):
+        with pytest.raises(InputError, match="0 different conversations have been counted"):
             traffic.moments()
 
 
@@ -106,28 +109,135 @@ def test_no_token_leaves_with_the_moments(
 def test_memory_is_bounded_and_an_offer_never_waits(
     pair: tuple[LoadedModel, LoadedModel],
 ) -> None:
-    models = threading.Lock()
-    models.acquire()
     config = replace(FEW, max_pending=2, held_out_every=1000)
-    with TrafficMoments(*pair, config, JOINT, lock=models) as traffic:
-        first, *rest = prompts(8)
-        assert traffic.offer(first) == "queued"
-        while traffic._pending.qsize():  # until the thread holds it, and waits for the models
-            time.sleep(0.001)
-        outcomes = [traffic.offer(ids) for ids in rest]
-        models.release()
-        assert outcomes == ["queued"] * 2 + ["dropped"] * 5
+    first, *rest = prompts(8)
+    with TrafficMoments(*pair, config, JOINT) as traffic:
+        with traffic.answering():
+            assert traffic.offer(first) == "queued"
+            while traffic._pending.qsize():  # until the thread holds it, and stands still
+                pass
+            outcomes = [traffic.offer(ids) for ids in rest]
+            assert outcomes == ["queued"] * 2 + ["dropped"] * 5
+            assert (traffic.documents, traffic.failed) == (0, 0)
         traffic.drain()
         assert (traffic.documents, traffic.failed) == (3, 0)
 
 
-def test_a_conversation_is_held_out_as_a_whole(pair: tuple[LoadedModel, LoadedModel]) -> None:
+def test_reading_stops_at_the_next_layer_while_an_answer_is_made(
+    pair: tuple[LoadedModel, LoadedModel],
+) -> None:
+    """The answer begins between layers 0 and 1 of the target's reading, from another thread."""
+    layers: Any = pair[1].model.base_model.layers
+    reached, asked, entered = [], threading.Event(), threading.Event()
+
+    def after(layer: int) -> Callable[..., None]:
+        def noted(*_: object) -> None:
+            reached.append(layer)
+            if layer == 0:
+                asked.set()
+                assert entered.wait(10)
+
+        return noted
+
+    hooks = [layer.register_forward_hook(after(i)) for i, layer in enumerate(layers)]
+    try:
+        with TrafficMoments(*pair, replace(FEW, held_out_every=1000), JOINT) as traffic:
+            traffic.offer(prompts(1)[0])
+            assert asked.wait(10)
+            with traffic.answering(), traffic.answering():  # two at once
+                entered.set()
+                traffic._thread.join(0.2)
+                assert (reached, traffic.documents) == ([0], 0)
+            traffic.drain()
+            assert (reached, traffic.documents) == ([0, 1, 2], 1)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def test_a_conversation_is_held_out_or_counted_as_a_whole(
+    pair: tuple[LoadedModel, LoadedModel],
+) -> None:
     config = replace(FEW, max_held_out=3, max_pending=64, held_out_every=2)
     with TrafficMoments(*pair, config, JOINT) as traffic:
+        counted, latest = 0, []
         for number in range(12):
-            outcomes = {traffic.offer(ids, f"talk {number}") for ids in prompts(3, seed=number)}
-            assert len(outcomes) == 1
-        assert len(traffic.held_out()) == 3
+            talk = prompts(3, seed=number)
+            first, *others = [_counted(traffic, ids, f"talk {number}") for ids in talk]
+            assert others == (["held_out"] * 2 if first == "held_out" else ["repeated"] * 2)
+            counted += first == "queued"
+            latest += [tuple(talk[-1])] * (first == "held_out")
+        assert 3 < len(latest) < 12
+        assert traffic.held_out() == latest[-3:]
+        assert traffic.documents == counted
+
+
+def _counted(traffic: TrafficMoments, ids: list[int], name: str = "") -> str:
+    taken = traffic.offer(ids, name)
+    traffic.drain()
+    return taken
+
+
+def test_sums_leave_in_batches_of_different_conversations(
+    pair: tuple[LoadedModel, LoadedModel],
+) -> None:
+    config = replace(FEW, min_documents=3, held_out_every=1000)
+    own = prompts(9)
+    with TrafficMoments(*pair, config, JOINT) as traffic:
+        for ids in own[:3]:
+            assert _counted(traffic, ids, "one talk") in ("queued", "repeated")
+        for name in "abc":
+            assert _counted(traffic, own[0], name) == "repeated"  # its tokens are there already
+        assert _counted(traffic, own[3]) == "queued"
+        with pytest.raises(InputError, match="2 different conversations have been counted"):
+            traffic.moments()
+        _counted(traffic, own[4])
+        first = traffic.moments()
+        for ids in (own[5], own[6]):
+            _counted(traffic, ids)
+            with pytest.raises(InputError, match="since moments last left"):
+                traffic.moments()  # the difference would be of too few
+        assert _counted(traffic, own[1], "one talk") == "queued"  # of another batch
+        second = traffic.moments()
+        assert [m.record["documents"] for m in (first, second)] == [3, 6]
+        assert traffic.documents == 6
+
+
+def test_two_of_a_conversation_that_wait_together_are_counted_once(
+    pair: tuple[LoadedModel, LoadedModel],
+) -> None:
+    with TrafficMoments(*pair, replace(FEW, held_out_every=1000), JOINT) as traffic:
+        with traffic.answering():
+            assert [traffic.offer(ids, "talk") for ids in prompts(3)] == ["queued"] * 3
+        traffic.drain()
+        assert traffic.documents == 1
+
+
+def test_what_waits_is_forgotten_at_the_end(pair: tuple[LoadedModel, LoadedModel]) -> None:
+    traffic = TrafficMoments(*pair, replace(FEW, held_out_every=1000), JOINT)
+    with traffic.answering():
+        for ids in prompts(5):
+            traffic.offer(ids)
+        while traffic._pending.qsize() > 4:
+            pass
+        traffic.close()  # does not wait for the answer
+    assert traffic.documents == 1
+    assert traffic.offer(prompts(1)[0]) == "no_consent"
+
+
+@pytest.mark.parametrize("name", ["\ud800", None, 7, b"\xff"])
+def test_any_name_will_do(pair: tuple[LoadedModel, LoadedModel], name: Any) -> None:
+    with TrafficMoments(*pair, replace(FEW, held_out_every=1000), JOINT) as traffic:
+        assert _counted(traffic, prompts(1)[0], name) == "queued"
+        assert traffic.documents == 1
+
+
+@pytest.mark.parametrize("ids", [None, 5, "text", [1.5] * 9, [None] * 9, {}, [[1] * 9] * 9])
+def test_an_offer_of_anything_raises_nothing(
+    pair: tuple[LoadedModel, LoadedModel], ids: Any
+) -> None:
+    with TrafficMoments(*pair, FEW, JOINT) as traffic:
+        assert traffic.offer(ids) == "unusable"
 
 
 @pytest.mark.parametrize("ids", [[], [1, 2, 3], [1] * 9 + [10_000], [-1] * 9])
@@ -144,7 +254,7 @@ def test_a_prompt_that_a_model_chokes_on_is_counted_as_failed(
     def choke(*_: object) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr("trtllm_kvmap.calibrate.traffic.capture_kv", choke)
+    monkeypatch.setattr("trtllm_kvmap.calibrate.traffic.captured", choke)
     with TrafficMoments(*pair, replace(FEW, held_out_every=1000), JOINT) as traffic:
         for ids in prompts(3):
             traffic.offer(ids)
@@ -157,13 +267,21 @@ def test_settings_are_checked(pair: tuple[LoadedModel, LoadedModel]) -> None:
         TrafficConfig(held_out_every=1)
     with pytest.raises(InputError, match="uniform"):
         TrafficMoments(*pair, FEW, CalibrationConfig(weighting="sensitivity"))
+    source, target = pair
+    changing = replace(target.spec.rope, kind="dynamic", original_length=32, factor=2.0)
+    other = replace(target, spec=replace(target.spec, rope=changing))
+    with pytest.raises(InputError, match="RoPE of the kind dynamic"):
+        TrafficMoments(source, other, FEW, JOINT)
 
 
 JUDGED = EvaluationConfig(first_tokens=1, repair_window=4, resamples=200, rollout_steps=1)
 
 
+Tiny = tuple[LoadedModel, LoadedModel, MomentSet, list[tuple[int, ...]], KvMap]
+
+
 @pytest.fixture(scope="module")
-def tiny() -> Iterator[tuple[LoadedModel, LoadedModel, TrafficMoments, KvMap]]:
+def tiny() -> Iterator[Tiny]:
     """The tiny family, its traffic, and a map that no fit made, with the configuration of one."""
     source, target = (load_model(model_folder(name)) for name in ("tiny-s", "tiny-m"))
     rng = np.random.default_rng(5)
@@ -174,16 +292,15 @@ def tiny() -> Iterator[tuple[LoadedModel, LoadedModel, TrafficMoments, KvMap]]:
         traffic.drain()
         made_up = random_map(source, target)
         fitted = {"config": {"scope": "pooled", "k": 2, "ridge": 1e-3}}
-        yield source, target, traffic, replace(made_up, fitted=fitted)
+        held_out = traffic.held_out()
+        yield source, target, traffic.moments(), held_out, replace(made_up, fitted=fitted)
 
 
-def test_a_better_map_is_promoted_with_its_evidence(
-    tiny: tuple[LoadedModel, LoadedModel, TrafficMoments, KvMap], tmp_path: Path
-) -> None:
-    source, target, traffic, old = tiny
-    new = refit(old, traffic.moments())
+def test_a_better_map_is_promoted_with_its_evidence(tiny: Tiny, tmp_path: Path) -> None:
+    source, target, moments, held_out, old = tiny
+    new = refit(old, moments)
     assert (new.scope, new.evidence) == ("pooled", None)
-    served, trial = promote(old, new, source, target, traffic.held_out(), JUDGED)
+    served, trial = promote(old, new, source, target, held_out, JUDGED)
     assert trial.promoted
     assert trial.gain["low"] > 0
     assert trial.nll["old"]["value"] - trial.nll["new"]["value"] == pytest.approx(
@@ -192,31 +309,31 @@ def test_a_better_map_is_promoted_with_its_evidence(
     assert {"source", "target"} < set(trial.nll)
     assert served.groups == new.groups
     assert served.evidence["trial"]["gain"] == trial.gain
-    assert served.evidence["config"]["num_items"] == len(traffic.held_out()) // 2
+    assert served.evidence["config"]["num_items"] == len(held_out) // 2
     served.save(tmp_path / "map")
     assert KvMap.load(tmp_path / "map").evidence["trial"]["prompts"] == trial.prompts
 
 
 def test_a_map_that_is_not_better_is_not(
-    tiny: tuple[LoadedModel, LoadedModel, TrafficMoments, KvMap],
+    tiny: Tiny,
 ) -> None:
-    source, target, traffic, old = tiny
-    new = refit(old, traffic.moments())
+    source, target, moments, held_out, old = tiny
+    new = refit(old, moments)
     for now, other in ((new, old), (new, new)):
-        served, trial = promote(now, other, source, target, traffic.held_out(), JUDGED)
+        served, trial = promote(now, other, source, target, held_out, JUDGED)
         assert served is now
         assert not trial.promoted
         assert trial.gain["low"] <= 0
 
 
 def test_too_little_to_decide_is_said(
-    tiny: tuple[LoadedModel, LoadedModel, TrafficMoments, KvMap],
+    tiny: Tiny,
 ) -> None:
-    source, target, traffic, old = tiny
+    source, target, moments, held_out, old = tiny
     with pytest.raises(InputError, match="at least 8 are needed"):
-        promote(old, old, source, target, traffic.held_out()[:7], JUDGED)
+        promote(old, old, source, target, held_out[:7], JUDGED)
     with pytest.raises(InputError, match="does not say how it was fitted"):
-        refit(replace(old, fitted={}), traffic.moments())
+        refit(replace(old, fitted={}), moments)
 
 
 def test_the_end_of_a_prompt_is_scored() -> None:

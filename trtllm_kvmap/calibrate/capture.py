@@ -7,7 +7,7 @@ are read: after k-norm and bias, whatever the architecture, and without a hook i
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -60,9 +60,13 @@ def captured(loaded: LoadedModel, cache: DynamicCache) -> CapturedKv:
 
 
 @torch.no_grad()
-def read(loaded: LoadedModel, token_ids: torch.Tensor) -> DynamicCache:
-    """The cache of ``token_ids`` (int64 [num_tokens]) from position 0; no logits are computed."""
-    cache = DynamicCache()
+def read(
+    loaded: LoadedModel, token_ids: torch.Tensor, before_layer: Callable[[], None] | None = None
+) -> DynamicCache:
+    """The cache of ``token_ids`` (int64 [num_tokens]) from position 0; no logits are computed.
+    ``before_layer`` is called in every layer, and may wait.
+    """
+    cache = DynamicCache() if before_layer is None else _PausingCache(before_layer)
     _run(loaded, token_ids.to(loaded.device)[None], cache)
     return cache
 
@@ -197,6 +201,18 @@ def token_table(loaded: LoadedModel) -> TokenTable:
     table = TokenTable(torch.cat(keys).cpu(), torch.cat(values).cpu())
     _require_finite(loaded, table)
     return table
+
+
+class _PausingCache(DynamicCache):
+    """Calls ``before_layer`` where a layer hands over its keys and values."""
+
+    def __init__(self, before_layer: Callable[[], None]) -> None:
+        super().__init__()
+        self._before_layer = before_layer
+
+    def update(self, *given: Any, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        self._before_layer()
+        return super().update(*given, **more)
 
 
 class _FirstLayerError(Exception):

@@ -6,11 +6,13 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
+from trtllm_kvmap.calibrate.traffic import TrafficMoments
 from trtllm_kvmap.decode.bridge import Handoff, KvBridge
 from trtllm_kvmap.decode.generate import generate
 from trtllm_kvmap.decode.hop import Hop, HopGuard
 from trtllm_kvmap.decode.prefill import prefill
 from trtllm_kvmap.decode.prompt import require_room
+from trtllm_kvmap.decode.session.counted import Counted, undisturbed
 from trtllm_kvmap.decode.session.held import Held
 from trtllm_kvmap.decode.session.mirror import Mirror
 from trtllm_kvmap.decode.session.switch import carry_over, read_over
@@ -33,6 +35,9 @@ class Session:
     beyond it lets the target read for real instead. ``guard`` may object to a switch, with the same
     effect. Either is said in ``hops``, the record of all switches.
 
+    ``traffic`` is offered what was added with consent, whenever the conversation goes from its
+    source to its target. It counts in the background, and never while a method runs here.
+
     Raises InputError for a bridge between models that are not of the conversation.
     """
 
@@ -43,6 +48,7 @@ class Session:
         *,
         guard: HopGuard | None = None,
         max_mapped_tokens: int | None = None,
+        traffic: TrafficMoments | None = None,
     ) -> None:
         if not models:
             raise InputError("A conversation needs at least one model.")
@@ -55,6 +61,7 @@ class Session:
                         f"({', '.join(self.models)}); give it the same loaded models."
                     )
         self.guard, self.max_mapped_tokens = guard, max_mapped_tokens
+        self.counted = Counted(traffic)
         self.active = next(iter(self.models))
         self.token_ids: list[int] = []
         self.reply = range(0)
@@ -67,15 +74,22 @@ class Session:
         """The mapped entries that the caches of all models hold now."""
         return sum(held.mapped_tokens for held in self.held.values())
 
-    def add(self, text: str | Sequence[int]) -> None:
-        """Append text or token ids to the conversation. Nothing is read before read or generate."""
+    def add(self, text: str | Sequence[int], *, consent: bool = False) -> None:
+        """Append text or token ids to the conversation. Nothing is read before read or generate.
+
+        ``consent``: whoever wrote it agrees that ``traffic`` counts it. From the first text without
+        on, nothing of the conversation is counted, for what comes later tells of what came before.
+        """
+        self.counted.added(len(self.token_ids), consent)
         self.token_ids.extend(self._tokenise(text) if isinstance(text, str) else text)
 
+    @undisturbed
     def read(self) -> None:
         """Let the active model read what it has not, ahead of a reply or a switch."""
         self._require_tokens()
         self._read(self.active)
 
+    @undisturbed
     def generate(
         self,
         max_new_tokens: int,
@@ -125,6 +139,7 @@ class Session:
             mirror.follow(self.held[self.active].cache, self.token_ids)
         self._mirrors[to] = mirror
 
+    @undisturbed
     def switch(self, to: str, *, first_tokens: int = 1, repair_window: int = 32) -> Handoff:
         """Hand the conversation over to the model ``to``, which becomes the active one.
 
@@ -169,10 +184,12 @@ class Session:
                 drift=carried.drift,
             )
         )
+        self.counted.handed_over(bridge, self.token_ids)
         self.active, self.reply = to, range(0)
         self._mirrors.clear()
         return carried.handoff
 
+    @undisturbed
     def upgrade(self, *, chunk_tokens: int = 128, verify: bool = False) -> Upgrade:
         """Spend one idle chunk on making the active model's cache exact (session.upgrade).
 
