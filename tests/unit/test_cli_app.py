@@ -96,6 +96,11 @@ def test_every_verb_asks_for_its_json_before_it_works(
             "Calibrate jointly, or fit with fields=same.",
             "Calibrate jointly, or fit with --fields same.",
         ),
+        ("k must be at most 3: 4 layers.", "--k must be at most 3: 4 layers."),
+        (
+            "fields=both needs more; use fields=same.",
+            "--fields both needs more; use --fields same.",
+        ),
         ("Load it with allow_unproven=True.", "Load it with --allow-unproven."),
         ("json must be a file.", "json must be a file."),  # no option of this command
         ("The tokens must match; skip nothing.", "The tokens must match; skip nothing."),

@@ -208,7 +208,7 @@ def test_one_item_has_no_stranger_and_proves_nothing(
 
 def test_plain_text_is_scored_by_its_loss(pair: tuple[LoadedModel, LoadedModel]) -> None:
     items = [replace(item, questions=()) for item in ITEMS]
-    with pytest.raises(InputError, match="use metric nll"):
+    with pytest.raises(InputError, match="use metric=nll"):
         evaluate(random_map(*pair), *pair, items, QUICK)
     got = evaluate(random_map(*pair), *pair, items, replace(QUICK, metric="nll"))
     assert got.arms["mapped"]["accuracy"] == {"value": None, "low": None, "high": None}
@@ -234,7 +234,7 @@ def test_what_cannot_be_evaluated_is_said(pair: tuple[LoadedModel, LoadedModel])
     with pytest.raises(MismatchError):
         evaluate(kvmap, pair[1], pair[0], ITEMS, QUICK)
     questions_only = [replace(item, continuation=()) for item in ITEMS]
-    with pytest.raises(InputError, match="use metric accuracy"):
+    with pytest.raises(InputError, match="use metric=accuracy"):
         evaluate(kvmap, *pair, questions_only, replace(QUICK, metric="nll"))
 
 

@@ -324,8 +324,8 @@ def test_a_pair_that_a_scope_does_not_fit_is_refused(shapes, config, reason: str
     ("options", "reason"),
     [
         ({"scope": "best"}, "copy, head, pooled, slice"),
-        ({"scope": "slice", "n": 9}, "at most 8"),
-        ({"scope": "pooled", "k": 4}, "at most 3"),
+        ({"scope": "slice", "n": 9}, "n must be at most 8: 9 slices"),
+        ({"scope": "pooled", "k": 4}, "k must be at most 3: 4 layers"),
         ({"k": 0}, "k must be at least 1"),
         ({"n": -1}, "n must be at least 1"),
         ({"ridge": -0.1}, "ridge must be"),

@@ -43,8 +43,8 @@ def plan_parts(
     if config.scope == "head":
         if source.num_kv_heads != target.num_kv_heads:
             raise MismatchError(
-                f"scope head needs equally many KV heads; {source.name} has {source.num_kv_heads} "
-                f"and {target.name} {target.num_kv_heads}. Use scope all."
+                f"scope=head needs equally many KV heads; {source.name} has {source.num_kv_heads} "
+                f"and {target.name} {target.num_kv_heads}. Use scope=all."
             )
         heads = list(range(source.num_kv_heads))
     bands = [range(first, last)]

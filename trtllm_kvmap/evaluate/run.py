@@ -128,9 +128,9 @@ def require_scorable(items: Sequence[Item], metric: str) -> None:
     if not items:
         raise InputError("There are no items to score; give at least one.")
     if metric == "accuracy" and not any(item.questions for item in items):
-        raise InputError("No item has a question, so there is no accuracy; use metric nll.")
+        raise InputError("No item has a question, so there is no accuracy; use metric=nll.")
     if metric == "nll" and not any(item.continuation for item in items):
-        raise InputError("No item has a continuation, so there is no nll; use metric accuracy.")
+        raise InputError("No item has a continuation, so there is no nll; use metric=accuracy.")
 
 
 def _copy_bridge(bridge: KvBridge, backend: str) -> KvBridge | Refused:

@@ -63,9 +63,10 @@ def fit_blocks(
     be trusted.
     """
     if count > len(blocks):
+        name, what = ("n", "slices") if config.scope == "slice" else ("k", "layers")
         raise InputError(
-            f"{count} slices or layers are to be read by the {describe(groups[0])}, but the "
-            f"moments offer {len(blocks)}; ask for at most {len(blocks)}."
+            f"{name} must be at most {len(blocks)}: {count} {what} are to be read by the "
+            f"{describe(groups[0])}, and the moments offer no more."
         )
     blocks = [varying for b in blocks if (varying := tuple(s for s in b if part.varies(s)))]
     if not blocks:
