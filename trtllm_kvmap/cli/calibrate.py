@@ -89,7 +89,9 @@ def said_when_interrupted(out: Path, *, resume: bool) -> Iterator[None]:
             said = f"{partial} keeps the sums so far: the same command with --resume goes on there."
         else:
             said = f"Nothing was written yet; {out} is as it was."
-        complaints.print(f"trtllm-kvmap: interrupted. {said}", highlight=False, soft_wrap=True)
+        complaints.print(
+            f"trtllm-kvmap: interrupted. {said}", markup=False, highlight=False, soft_wrap=True
+        )
         raise typer.Exit(130) from interrupt
 
 
