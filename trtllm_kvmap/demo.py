@@ -95,8 +95,9 @@ def run_pair(source_name: str, target_name: str, out: Path, on_progress: Progres
         JUDGED,
         on_candidate=stage("choose"),
     )
-    items = tiny_items(target, REPORT_ITEMS, REPORT_SEED)
-    report = evaluate(chosen, source, target, items, JUDGED, on_item=stage("evaluate"))
+    task = TaskConfig(num_items=REPORT_ITEMS, seed=REPORT_SEED)
+    items = read_items(task, target.tokenizer)
+    report = evaluate(chosen, source, target, items, JUDGED, on_item=stage("evaluate"), task=task)
     bridge = KvBridge(chosen, source=source, target=target)
     report = replace(report, latency=measure_latency(bridge, source, items, JUDGED))
     proven = chosen.with_evidence(evidence(report))

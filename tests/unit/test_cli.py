@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +21,9 @@ from trtllm_kvmap.cli import app
 from trtllm_kvmap.cli.evaluate import timing
 from trtllm_kvmap.cli.fit import candidate_name
 from trtllm_kvmap.cli.guard import taken_back_too_often
+from trtllm_kvmap.evaluate.latency import NATIVE, STAGES, ratios
+from trtllm_kvmap.evaluate.report.report import Report
+from trtllm_kvmap.evaluate.report.sections_of_origin import configuration
 from trtllm_kvmap.fit import FitConfig
 from trtllm_kvmap.models import load_model
 from trtllm_kvmap.tiny.documents import make_document
@@ -119,15 +123,14 @@ def test_fit_writes_the_map_that_its_flags_describe(work: dict[str, Any]) -> Non
     assert [len(row) for row in table] == [kvmap.source.num_layers] * 3
 
 
-def test_fit_estimate_names_every_candidate(work: dict[str, Any], tmp_path: Path) -> None:
-    out = tmp_path / "none.kvmap.safetensors"
-    said = run(
-        "fit", work["moments"], "--out", out, "--estimate", "--scope", "pooled", "--scope", "slice"
-    )
+def test_fit_estimate_names_every_candidate(work: dict[str, Any]) -> None:
+    said = run("fit", work["moments"], "--estimate", "--scope", "pooled", "--scope", "slice")
     assert "pooled" in said
     assert "slice" in said
     assert "for the report: about" in said
-    assert not out.exists()
+    refused = CliRunner().invoke(app, ["fit", str(work["moments"])])
+    assert refused.exit_code == 2
+    assert "fit needs --out" in refused.output
 
 
 def test_fit_chooses_among_candidates_by_the_targets_loss(
@@ -345,6 +348,13 @@ def test_evaluate_writes_the_report_and_report_shows_it(
     assert markdown.read_text() == written.read_text()
     assert [gate["limit"] for gate in report["gates"]] == [0.5, 1.25, 0.8]
     assert report["latency"]["lengths"] == [128, 256]
+    settings = dict(configuration(Report.load(out)).grids[0].rows)
+    asked = shlex.split(settings["command"])[3:]
+    asked[asked.index("--source") + 1], asked[asked.index("--target") + 1] = pair(work)[1::2]
+    same = tmp_path / "same.json"
+    run("evaluate", work["kvmap"], *asked, "--json", same)
+    again_found = json.loads(same.read_text())
+    assert {**again_found, "latency": report["latency"]} == report
     out.write_text(json.dumps({**report, "arms": {"target": 1}}))
     refused = CliRunner().invoke(app, ["report", str(out), "--html", str(tmp_path / "none.html")])
     assert refused.exit_code == 2
@@ -352,9 +362,13 @@ def test_evaluate_writes_the_report_and_report_shows_it(
 
 
 def test_a_timed_evaluation_says_the_ratio_at_the_longest_length() -> None:
-    said = timing({"lengths": [128, 2048], "warm": [1.5, 0.271], "cold": [2.0, 0.66]})
+    # The source's prefill and one more stage, over a native target of two seconds, three turns.
+    turns = {stage: [[0.0] * 3] * 2 for stage in STAGES}
+    turns |= {"source_prefill": [[1.0] * 3] * 2, "map": [[9.0] * 3, [0.5, 0.6, 0.4]]}
+    turns |= {stage: [[1.0] * 3] * 2 for stage in NATIVE}
+    said = timing({"lengths": [128, 2048], "turns": turns, **ratios(turns)})
     assert "at 2,048 tokens" in said
-    assert "0.27 when the source has read the prompt, 0.66 when it reads it first" in said
+    assert "0.25 [0.20 0.30] when the source has read the prompt, 0.75 [0.70 0.80] when" in said
     assert "no prompt is longer" in timing({"lengths": [], "warm": [], "cold": []})
 
 

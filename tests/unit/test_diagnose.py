@@ -20,7 +20,7 @@ from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.evaluate.arms import mapped
 from trtllm_kvmap.evaluate.diagnosis.diagnose import diagnose
-from trtllm_kvmap.evaluate.diagnosis.diagnosis import Diagnosis, headline, tables
+from trtllm_kvmap.evaluate.diagnosis.diagnosis import Diagnosis
 from trtllm_kvmap.evaluate.diagnosis.interventions import (
     CONTROLS,
     SHIFT,
@@ -29,6 +29,7 @@ from trtllm_kvmap.evaluate.diagnosis.interventions import (
     mapped_entries,
     replaced,
 )
+from trtllm_kvmap.evaluate.diagnosis.tables import headline, tables
 from trtllm_kvmap.evaluate.diagnosis.token_error import TokenErrors
 from trtllm_kvmap.evaluate.diagnosis.token_kinds import buckets_of, kinds_of, parts_of
 from trtllm_kvmap.evaluate.probe import ask

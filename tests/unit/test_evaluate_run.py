@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,12 +14,16 @@ import torch
 from evaluate_cases import ITEMS, QUICK, make_item
 from handmade_maps import random_map
 
+from trtllm_kvmap.artifact.container import read_digest
 from trtllm_kvmap.decode.prefill import prefill
 from trtllm_kvmap.errors import InputError, MismatchError, UnprovenError
+from trtllm_kvmap.evaluate.asked import asked, items_digest, map_digest
 from trtllm_kvmap.evaluate.report.report import Report, evidence
 from trtllm_kvmap.evaluate.run import EvaluationConfig, evaluate
 from trtllm_kvmap.evaluate.score import Score
 from trtllm_kvmap.evaluate.summary import Draws, arm_figures
+from trtllm_kvmap.evaluate.tasks.config import TaskConfig
+from trtllm_kvmap.evaluate.tasks.items import Item, Question
 from trtllm_kvmap.models import LoadedModel
 
 
@@ -103,9 +109,12 @@ def test_report_json_keeps_its_contract(report: Report) -> None:
         ],
         "passed",
     )
-    assert content["config"] | {"source": "", "target": ""} == {
-        "source": "",
-        "target": "",
+    assert set(content["config"]["versions"]) == {"python", "torch", "transformers", "trtllm_kvmap"}
+    assert len(content["config"]["map_digest"]) == 64
+    named = ("task", "data", "skip", "seed", "scored_tokens", "questions")
+    unknown = ("source", "target", "items_digest", "map_digest", "versions")
+    assert content["config"] | dict.fromkeys(unknown) == {
+        **dict.fromkeys((*named, *unknown)),
         "arm": "mapped_repaired_32",
         "metric": "accuracy",
         "N": 32,
@@ -115,7 +124,8 @@ def test_report_json_keeps_its_contract(report: Report) -> None:
         "resamples": 50,
         "backend": "cpu",
         "num_items": 3,
-        "context_tokens": {"shortest": 45, "longest": 75},
+        "num_questions": 6,
+        "context_tokens": {"shortest": 45, "longest": 75, "asked": None},
     }
     assert [gate["name"] for gate in content["gates"]] == [
         "retention",
@@ -265,3 +275,32 @@ def test_a_repair_window_of_its_own_becomes_an_arm(pair: tuple[LoadedModel, Load
     none = evaluate(kvmap, *pair, ITEMS, replace(QUICK, repair_window=0))
     assert (none.config["arm"], none.config["N"]) == ("mapped", 0)
     assert none.gap_recovered == none.arms["mapped"]["gap_recovered"]
+
+
+def test_the_report_names_items_and_map(pair: tuple[LoadedModel, LoadedModel]) -> None:
+    """The digest of the items is of every token id and label; that of the map is of the file that
+    fit wrote, whatever was added to it since.
+    """
+    item = Item((1, 2), (Question((3,), ((4,), (5, 6)), 1),), (7, 8))
+    said = "[[[1,2],[[[3],[[4],[5,6]],1,[],[]]],[7,8]]]"
+    assert items_digest([item]) == hashlib.sha256(said.encode()).hexdigest()
+    assert items_digest([replace(item, continuation=(7, 9))]) != items_digest([item])
+    kvmap = random_map(*pair)
+    digests = {map_digest(kvmap), map_digest(kvmap.with_evidence({"a": 1}).with_guard({"b": 2}))}
+    other = replace(kvmap, fitted={"made": "otherwise"})
+    assert len(digests) == 1
+    assert map_digest(other) not in digests
+    task = TaskConfig(num_items=1, skip=4, seed=9, context_tokens=50)
+    told = asked([item], task)
+    assert told == asdict(task) | {
+        "num_questions": 1,
+        "context_tokens": {"shortest": 2, "longest": 2, "asked": 50},
+        "items_digest": items_digest([item]),
+    }
+
+
+def test_the_map_digest_is_the_one_in_the_file(
+    pair: tuple[LoadedModel, LoadedModel], tmp_path: Path
+) -> None:
+    kvmap = random_map(*pair)
+    assert map_digest(kvmap) == kvmap.save(tmp_path / "map") == read_digest(tmp_path / "map")

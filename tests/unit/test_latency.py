@@ -26,10 +26,12 @@ def test_every_step_is_timed_at_every_length_that_both_models_hold(random_model:
     found = measure_latency(bridge, source, ITEMS, QUICK, lengths=(33, 40, 98, 99), rounds=2)
     assert found["lengths"] == [40, 98]
     assert set(found["seconds"]) == {*STAGES, "target_prefill", "target_first_step"}
-    for seconds in found["seconds"].values():
-        assert len(seconds) == 2
-        assert min(seconds) > 0
-    assert {key: found[key] for key in ("warm", "cold")} == ratios(found["seconds"])
+    assert set(found["turns"]) == set(found["seconds"])
+    for name, seconds in found["seconds"].items():
+        assert [len(each) for each in found["turns"][name]] == [2, 2]
+        assert min(map(min, found["turns"][name])) > 0
+        assert seconds == [sum(each) / 2 for each in found["turns"][name]]
+    assert {key: found[key] for key in ("warm", "cold")} == ratios(found["turns"])
     assert all(c > w for c, w in zip(found["cold"], found["warm"], strict=True))
     assert (found["rounds"], found["threads"]) == (2, torch.get_num_threads())
 

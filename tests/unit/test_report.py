@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import replace
+import re
+import shlex
+from dataclasses import fields, replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import pytest
 from markdown_it import MarkdownIt
 from report_case import (
     HOSTILE,
-    SECONDS,
+    TURNS,
     figure,
     hostile_report,
     whole_report,
@@ -24,13 +26,16 @@ from rich.console import Console
 from trtllm_kvmap.errors import FormatError, InputError, MismatchError
 from trtllm_kvmap.evaluate.diagnosis.diagnosis import Diagnosis
 from trtllm_kvmap.evaluate.gates import Gates, judge_gates
-from trtllm_kvmap.evaluate.latency import break_even, ratios
+from trtllm_kvmap.evaluate.latency import break_even, break_even_by_turn, ratios, turn_ratios
 from trtllm_kvmap.evaluate.report import charts
+from trtllm_kvmap.evaluate.report.cards import summary
+from trtllm_kvmap.evaluate.report.charts_of_diagnosis import log_ticks
 from trtllm_kvmap.evaluate.report.markdown import markdown
 from trtllm_kvmap.evaluate.report.page import html
 from trtllm_kvmap.evaluate.report.report import Report, fixed, table
-from trtllm_kvmap.evaluate.report.section import Section
+from trtllm_kvmap.evaluate.report.section import Section, bands
 from trtllm_kvmap.evaluate.report.sections import sections
+from trtllm_kvmap.evaluate.tasks.config import TaskConfig
 
 VOID = {"meta", "link", "br", "wbr", "hr", "img", "input", "path", "rect", "line", "use"}
 
@@ -135,7 +140,7 @@ def test_a_report_of_losses_alone_has_a_page_and_a_table(report: Report) -> None
                 entry[name] = figure(None)
     report.config["metric"] = "nll"
     report.kvmap["fitted"].pop("candidates")
-    report.contexts["metric"] = {name: [2.0] for name in report.contexts["metric"]}
+    report.contexts["metric"] = {name: [2.0] * 3 for name in report.contexts["metric"]}
     page = parsed(html(report))
     assert any((value or "").startswith("Loss (nats per token") for _, value in page.attributes)
     assert "accuracy" not in printed(report).split("gate")[0]
@@ -208,7 +213,7 @@ def test_a_diagnosis_is_shown_region_by_region(report: Report) -> None:
             "other lengths",
         )
     )
-    assert "12 contexts, S = 2, N = 16" in regions.text
+    assert "12 contexts of the task tiny (seed 5), S = 2, N = 16" in regions.text
     assert "0.200 [0.150 0.250] (KL, nats per token asked)" in regions.text
     replaced, controls = regions.grids
     assert [row[0] for row in replaced.rows] == [
@@ -232,14 +237,49 @@ def test_a_diagnosis_is_shown_region_by_region(report: Report) -> None:
         "0.73 [0.68 0.78]",  # layer 1 to the last
         *["0.500"] * 2,  # NRMSE
     )
-    assert by_head.rows == (("0", "0.000", "1.000"), ("1", "-0.250", "0.750"))
+    assert by_head.header == ("target layer", "0", "1")
+    assert by_head.rows == (("0", "0.00", "1.00"), ("1", "-0.25", "0.75"))
     assert tokens.grids[0].rows[0] == ("0-15", "1,234", "0.042", "0.021")
-    assert [row[:2] for row in lengths.grids[0].rows] == [
+    accuracy, loss = lengths.grids
+    assert [row[:2] for row in accuracy.rows] == [
         ("512", "within"),
         ("2,048", "longer"),
         ("4,096", "not known"),
     ]
-    assert len(regions.charts + layers.charts + tokens.charts + lengths.charts) == 7
+    assert "The gap recovered is in accuracy" in lengths.text
+    three = ("mapped", "source", "target")
+    assert accuracy.header == ("tokens", "calibration", *three, "gap recovered in accuracy")
+    assert loss.header == ("tokens", "calibration", *three, "KL, nats")
+    taken = ("0.800 [0.750 0.850]", "0.650 [0.600 0.700]", "0.900 [0.850 0.950]")
+    assert accuracy.rows[0][2:] == (*taken, "0.600 [0.550 0.650]")
+    assert loss.rows[0][2] == "2.000 [1.950 2.050]"
+    assert len(regions.charts + layers.charts + tokens.charts + lengths.charts) == 8
+
+
+def test_a_gap_by_length_stands_beside_what_it_is_taken_from() -> None:
+    """Of the loss when the metric is nll; an older diagnosis names none and has no accuracies."""
+    found = written_diagnosis()
+    by_loss = replace(found, config=found.config | {"metric": "nll"})
+    section_of = {
+        name: section(written_report().with_diagnosis(each), "Diagnosis: other lengths")
+        for name, each in (("nll", by_loss), ("none", Diagnosis.from_json(older(found))))
+    }
+    accuracy, loss = section_of["nll"].grids
+    assert accuracy.header[-1] == "target"
+    assert loss.header[-2:] == ("gap recovered in nll", "KL, nats")
+    (alone,) = section_of["none"].grids
+    assert alone.header[-2] == "gap recovered (of which metric is not said)"
+    assert "does not name" in section_of["none"].text
+
+
+def older(found: Diagnosis) -> dict:
+    """What diagnose wrote before it named the metric."""
+    content = found.to_json()
+    content["config"] = {k: v for k, v in content["config"].items() if k not in ("metric", "task")}
+    for row in content["lengths"]:
+        for name in ("accuracy", "source_accuracy", "target_accuracy"):
+            del row[name]
+    return content
 
 
 def test_what_a_report_lacks_is_said(report: Report) -> None:
@@ -314,10 +354,19 @@ def test_gates_judge_the_figure_and_its_whole_interval() -> None:
 
 
 def test_ratios_and_break_even_follow_the_formula() -> None:
-    found = ratios(SECONDS)
+    found = ratios(TURNS)
     # Native: 0.03 + 0.01 and 0.19 + 0.01; six stages of 0.01 and 0.02, the first the source's.
     assert found["cold"] == pytest.approx([0.06 / 0.04, 0.12 / 0.20])
     assert found["warm"] == pytest.approx([0.05 / 0.04, 0.10 / 0.20])
+    warm = turn_ratios(TURNS, "warm")
+    assert warm[0] == pytest.approx([0.05 / 0.04, 0.045 / 0.04, 0.07 / 0.04])
+    assert warm[1] == pytest.approx([0.10 / 0.20, 0.09 / 0.20, 0.14 / 0.20])
+    assert turn_ratios({}, "warm") == []
+    assert break_even_by_turn([100, 200], [[2.0, 0.9, 1.0], [0.5, 0.4, 1.1]]) == [
+        pytest.approx(100 + 100 * 1.0 / 1.5),
+        100,
+        None,
+    ]
     assert break_even([100, 200, 400], [2.0, 1.5, 0.5]) == pytest.approx(300)
     assert break_even([100, 200, 400], [0.9, 1.5, 0.5]) == pytest.approx(300)  # for good
     assert break_even([100, 200], [0.5, 0.4]) == 100
@@ -349,3 +398,164 @@ def test_hostile_names_and_documents_stay_text() -> None:
         assert not read.tags & {"script", "img", "a", "iframe"}
         assert not [name for name, _ in read.attributes if name.startswith("on")]
         assert " ".join(HOSTILE.split()) in " ".join(read.text.split())
+
+
+def test_a_break_even_is_told_as_far_as_turns_agree(report: Report) -> None:
+    """The warm curve of each turn falls to 1 at 512, 398.2 and 804.6 tokens on a straight line."""
+    time = section(report, "Time")
+    assert "When the source has read the prompt: break-even between 398 and 805 tokens" in time.text
+    (grid,) = time.grids
+    assert grid.header == ("step", "256", "1,024")
+    rows = {row[0]: row[1:] for row in grid.rows}
+    assert rows["map"] == ("10.0 [5.0 30.0]", "20.0 [10.0 60.0]")
+    assert rows["warm ratio"] == ("1.25 [1.12 1.75]", "0.50 [0.45 0.70]")
+    latency = report.latency or {}
+    slow = {**TURNS, "map": [[0.01] * 3, [0.02, 0.01, 0.2]]}
+    apart = replace(report, latency={**latency, "turns": slow})
+    assert "no break-even can be told, since 2 of 3 turns have one" in section(apart, "Time").text
+    medians = {name: value for name, value in latency.items() if name != "turns"}
+    old = section(replace(report, latency=medians), "Time")
+    assert "their spread is not known" in old.text
+    assert "as far as medians alone can tell" in old.text
+    assert html(replace(report, latency=medians))
+
+
+def test_what_was_asked_is_on_the_page_and_as_a_command(report: Report) -> None:
+    found = section(report, "Configuration and fingerprints")
+    settings = dict(found.grids[0].rows)
+    for name, said in {
+        "task": "hellaswag",
+        "skip": "20",
+        "seed": "3",
+        "num_questions": "240",
+        "items_digest": "cc" * 32,
+        "map_digest": "dd" * 32,
+        "version of torch": "2.13.0",
+    }.items():
+        assert settings[name] == said
+    assert shlex.split(settings["command"]) == [
+        *("trtllm-kvmap", "evaluate", "MAP", "--source", "small <b>", "--target", "large"),
+        *("--task", "hellaswag", "--data", "held out.jsonl", "--num-items", "60", "--skip", "20"),
+        *("--context-tokens", "1000", "--scored-tokens", "40", "--questions", "6", "--seed", "3"),
+        *("--metric", "accuracy", "--first-tokens", "1", "--repair-window", "32"),
+        *("--rollout-steps", "16", "--resamples", "2000", "--backend", "cpu"),
+        *("--min-retention", "0.8", "--max-perplexity-ratio", "1.25"),
+        *("--min-top1-agreement", "0.8", "--length-normalised"),
+    ]
+    opens = "60 contexts of the task hellaswag (from held out.jsonl, after the first 20) of 256"
+    assert opens in parsed(html(report)).text
+    asked = {f.name for f in fields(TaskConfig)} | {"num_questions", "items_digest", "map_digest"}
+    for name in asked - {"num_items", "context_tokens"} | {"versions"}:
+        del report.config[name]
+    bare = section(report, "Configuration and fingerprints")
+    assert "No command can be given" in bare.text
+    assert "60 contexts of 256 to 1,024 tokens. The" in parsed(html(report)).text
+
+
+def test_a_source_that_is_better_is_said_to_be(report: Report) -> None:
+    """A report without a gap says why, wherever it would stand; one without a score says that."""
+    none = figure(None)
+    arms = {name: {**a, "gap_recovered": none} for name, a in report.arms.items()}
+    arms["copy"] = report.arms["copy"]
+    arms["source"]["accuracy"] = figure(0.95)
+    bare = replace(report, arms=arms, gap_recovered=none)
+    said = (
+        "There is no gap to recover: in accuracy the source alone, 0.95 [0.90 1.00], is no worse "
+        "than the target, 0.90 [0.85 0.95]."
+    )
+    for text in (section(bare, "Gates").text, section(bare, "All arms").text, printed(bare)):
+        assert said in " ".join(text.split())
+    assert summary(bare)[0].note.startswith(said)
+    assert said not in " ".join(card.note for card in summary(report))
+    arms["source"]["accuracy"] = none
+    assert summary(bare)[0].note == "No gap recovered: these contexts give no accuracy."
+
+
+def test_candidates_stand_with_what_chose_them(report: Report) -> None:
+    text = section(report, "The map").text
+    assert "by the cosine of attention outputs on 24 items" in text
+    assert "S = 4 and N = 32. Gap recovered is in accuracy" in text
+    assert "the source alone has NLL 2.250 and accuracy 0.500; the target" in text
+    assert "without an interval" in text
+    report.kvmap["fitted"]["selection"].pop("chosen_by")  # as older maps have it
+    assert "by what the map does not say on 24 items" in section(report, "The map").text
+    report.kvmap["fitted"].pop("selection")
+    assert "on items that this report never saw" in section(report, "The map").text
+
+
+def test_what_charts_draw_stands_in_tables_too(report: Report) -> None:
+    single = section(report, "Context by context").grids[1]
+    assert single.header == ("context", "tokens", "source alone", "mapped_repaired_32", "target")
+    assert single.rows == (
+        ("0", "256", "0.500", "0.750", "1.000"),
+        ("1", "512", "0.250", "0.250", "0.750"),
+        ("2", "1,024", "0.750", "-", "1.000"),
+    )
+    many = {name: values * 100 for name, values in report.contexts["metric"].items()}
+    contexts = {"tokens": [256] * 300, "metric": many}
+    long = section(replace(report, contexts=contexts), "Context by context").grids[1]
+    assert (len(long.rows), "report.json has 100 more" in long.caption) == (200, True)
+
+
+def test_commands_are_set_as_code_and_nothing_else_is(report: Report) -> None:
+    bare = replace(written_report(), latency=None)
+    bare.config["arm"] = "`a` `trtllm-kvmap"
+    for name in (bare.arms, bare.contexts["metric"]):
+        name["`a` `trtllm-kvmap"] = name.get("mapped", [None] * 3)
+    page = html(bare)
+    assert "<code>trtllm-kvmap evaluate --latency</code>" in page
+    assert "`trtllm-kvmap evaluate" not in page
+    assert "<code>a" not in page
+    rendered = MarkdownIt("gfm-like", {"linkify": False}).render(markdown(bare))
+    assert "<code>trtllm-kvmap evaluate --latency</code>" in rendered
+    assert "<code>a" not in rendered
+    assert "`a` `trtllm-kvmap" in parsed(rendered).text
+
+
+def test_a_wide_matrix_is_cut_into_tables_that_a_sheet_holds() -> None:
+    rows = [[layer + source / 100 for source in range(40)] for layer in range(3)]
+    grids = bands("R2", "target layer", "source layer", rows)
+    assert [len(grid.header) for grid in grids] == [17, 17, 9]
+    assert [grid.rows[2][1] for grid in grids] == ["2.00", "2.16", "2.32"]
+    assert [grid.header[-1] for grid in grids] == ["15", "31", "39"]
+    assert grids[2].caption == "R2, by target layer (down) and source layers 32 to 39 (across)"
+    assert [g.caption for g in bands("R2", "layer", "head", [[0.5], [None]])] == [
+        "R2, by layer (down) and head 0 (across)"
+    ]
+
+
+def test_colours_of_heat_reach_below_zero() -> None:
+    def bar(rows: list[list[float | None]]) -> list[str]:
+        drawn = charts.heat("x", rows, "KV head", "removed", "")
+        return re.findall(r"<text[^>]*>([-\u2212]?[\d.]+)</text>", drawn)
+
+    assert not [text for text in bar([[0.5, 1.0]] * 40) if not text[0].isdigit()]
+    assert "\u22120.4" in bar([[0.5, -0.44]] * 40)
+    assert charts.BELOW not in charts.heat("x", [[0.5, -0.44]] * 40, "", "", "")
+    assert charts.BELOW in charts.heat("x", [[0.5, -7.0]] * 40, "", "", "")  # and says it goes on
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [
+        (0.08, 8.0, [0.1, 0.2, 0.5, 1, 2, 5]),
+        (0.9, 1.5, [1]),
+        (0.02, 40, [0.1, 1, 10]),
+        (1e-9, 1e9, [1e-9, 1e-5, 1e-1, 1e3, 1e7]),
+    ],
+)
+def test_a_logarithmic_axis_has_labels(low: float, high: float, ticks: list[float]) -> None:
+    assert log_ticks(low, high) == pytest.approx(ticks)
+
+
+def test_figures_that_are_none_are_refused_before_anything_is_shown(
+    report: Report, tmp_path: Path
+) -> None:
+    path = tmp_path / "report.json"
+    for spoilt in (float("nan"), float("inf"), "\ud800"):
+        path.write_text(json.dumps({**report.to_json(), "chance": spoilt}))
+        with pytest.raises(FormatError, match=r"report.json holds a number that is not finite, or"):
+            Report.load(path)
+        path.write_text(json.dumps({**written_diagnosis().to_json(), "divergence": spoilt}))
+        with pytest.raises(FormatError, match=r"report.json holds a number that is not finite, or"):
+            Diagnosis.load(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 from evaluate_cases import QUICK
 from handmade_maps import random_map
+from report_case import whole_report
+from rich.console import Console
 
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.evaluate.gates import Gates
@@ -45,13 +48,27 @@ def test_each_task_is_scored_as_the_field_does(random_model: Callable, tmp_path:
         on_item=lambda *progress: seen.append(progress),
     )
     said = {name: report.config for name, report in reports.items()}
-    assert {n: (c["metric"], c["length_normalised"]) for n, c in said.items()} == {
-        "piqa": ("accuracy", True),
-        "text": ("nll", False),
-    }
+    told = {n: (c["task"], c["metric"], c["length_normalised"]) for n, c in said.items()}
+    assert told == {"piqa": ("piqa", "accuracy", True), "text": ("text", "nll", False)}
+    assert said["piqa"]["data"] == str(tmp_path / "piqa.jsonl")
     assert seen == [(name, done, 3) for name in ("piqa", "text") for done in (1, 2, 3)]
     table = suite_table(reports)
-    assert [next(iter(column.cells)) for column in table.columns][:2] == ["piqa", "accuracy"]
+    assert [str(next(iter(c.cells))) for c in table.columns][:2] == ["piqa", "accuracy"]
+
+
+def test_every_figure_has_its_interval_and_keeps_its_mark() -> None:
+    """Printed by a console that reads brackets as markup, as consoles do of themselves."""
+    report = whole_report()
+    console = Console(file=io.StringIO(), width=200)
+    console.print(suite_table({"[bold]x": report}))
+    row = " ".join(console.file.getvalue().splitlines()[-1].split())
+    assert row == (
+        "[bold]x accuracy 0.90 [0.85 0.95] 0.50 [0.45 0.55] 0.80 [0.75 0.85] 0.75 [0.70 0.80] "
+        "0.85 [0.80 0.90] 88%"
+    )
+    report.arms["mapped_repaired_32"]["gap_recovered"] = {"value": 1.0, "low": None, "high": None}
+    console.print(suite_table({"x": report}))
+    assert "1.00 [unresolved]" in console.file.getvalue()
 
 
 @pytest.mark.parametrize("tasks", ["piqa,piqa", "piqa,", ""])

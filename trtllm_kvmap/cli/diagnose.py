@@ -17,7 +17,7 @@ from trtllm_kvmap.cli.flags import (
     config_flags,
 )
 from trtllm_kvmap.evaluate.diagnosis.diagnose import diagnose as run_diagnosis
-from trtllm_kvmap.evaluate.diagnosis.diagnosis import headline, tables
+from trtllm_kvmap.evaluate.diagnosis.tables import headline, tables
 from trtllm_kvmap.evaluate.run import EvaluationConfig
 from trtllm_kvmap.evaluate.tasks.named import TaskConfig, read_items
 from trtllm_kvmap.models import load_model
@@ -54,11 +54,12 @@ def diagnose(
             config,
             longer,
             on_item=show,
+            task=task_config,
         )
-    console.print(headline(diagnosis), highlight=False)
+    console.print(headline(diagnosis))
     for table in tables(diagnosis):
         console.print(table)
         console.print()
     for name, reason in diagnosis.refused.items():
-        console.print(f"{name}: not run, {reason}", highlight=False)
+        console.print(f"{name}: not run, {reason}")
     write_json(json, diagnosis.to_json())

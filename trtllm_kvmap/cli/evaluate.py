@@ -20,7 +20,7 @@ from trtllm_kvmap.cli.report import HtmlOption, MarkdownOption, render_report, w
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.evaluate.gates import Gates
-from trtllm_kvmap.evaluate.latency import measure_latency
+from trtllm_kvmap.evaluate.latency import WAYS, measure_latency, turn_ratios
 from trtllm_kvmap.evaluate.report.report import evidence, table
 from trtllm_kvmap.evaluate.run import EvaluationConfig
 from trtllm_kvmap.evaluate.run import evaluate as run_evaluation
@@ -84,6 +84,7 @@ def evaluate(
             config,
             on_item=show,
             gates=gates,
+            task=task_config,
         )
     if latency:
         bridge = KvBridge(loaded, source=source_model, target=target_model, backend=config.backend)
@@ -91,20 +92,27 @@ def evaluate(
         report = replace(report, latency=measured)
     console.print(table(report))
     if report.latency is not None:
-        console.print(timing(report.latency), highlight=False)
+        console.print(timing(report.latency))
     write_json(json, report.to_json())
     write_report(render_report(report, html, markdown))
     if attach:
         loaded.with_evidence(evidence(report)).save(kvmap)
-        console.print(f"Stored the evidence in {kvmap}", highlight=False)
+        console.print(f"Stored the evidence in {kvmap}", soft_wrap=True)
 
 
 def timing(latency: dict[str, Any]) -> str:
     """The hand-over's time over the target's own, of what measure_latency gives."""
     if not latency["lengths"]:
         return "Time: no prompt is longer than S + N tokens and short enough for both models."
-    length, warm, cold = (latency[name][-1] for name in ("lengths", "warm", "cold"))
+    length = latency["lengths"][-1]
+    warm, cold = (f"{latency[way][-1]:.2f}{_spread(latency, way)}" for way in WAYS)
     return (
         f"Time to the second token at {length:,} tokens of prompt, over the target's own: "
-        f"{warm:.2f} when the source has read the prompt, {cold:.2f} when it reads it first."
+        f"{warm} when the source has read the prompt, {cold} when it reads it first."
     )
+
+
+def _spread(latency: dict[str, Any], way: str) -> str:
+    """`` [0.24 0.31]``, the least and the most of all turns, of the longest prompt."""
+    turns = turn_ratios(latency["turns"], way)[-1]
+    return f" [{min(turns):.2f} {max(turns):.2f}]"

@@ -59,4 +59,4 @@ def render_report(report: Report, html: Path | None, markdown: Path | None) -> d
 def write_report(written: dict[Path, str]) -> None:
     for path, text in written.items():
         write_text(path, text)
-        console.print(f"Wrote {path}", highlight=False)
+        console.print(f"Wrote {path}", soft_wrap=True)

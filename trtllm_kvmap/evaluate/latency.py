@@ -21,9 +21,12 @@ from trtllm_kvmap.models import LoadedModel
 from trtllm_kvmap.spec.plan import plan_handoff
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
-ROUNDS = 3
+ROUNDS = 5
 NEW_TOKENS = 2  # the first comes from the prompt's logits, the second takes a step of the model
 STAGES = ("source_prefill", "transfer", "own_tokens", "map", "repair", "first_step")
+NATIVE = ("target_prefill", "target_first_step")
+WAYS = {"warm": STAGES[1:], "cold": STAGES}  # whether the source has read the prompt already
+Turns = dict[str, list[list[float]]]  # {stage: [lengths][rounds]} in seconds
 Result = TypeVar("Result")
 
 
@@ -36,10 +39,11 @@ def measure_latency(
     lengths: Sequence[int] = LENGTHS,
     rounds: int = ROUNDS,
 ) -> dict[str, Any]:
-    """JSON: ``lengths`` in tokens, ``seconds`` {stage: [lengths]} of the hand-over and of
-    ``target_prefill`` + ``target_first_step``, medians of ``rounds`` turns that the two ways take
-    one after another; ``warm`` and ``cold`` [lengths], the hand-over's time over the native
-    target's when the source has read the prompt already and when it has not (1 is equal).
+    """JSON: ``lengths`` in tokens, ``turns`` {stage: [lengths][rounds]} in seconds of the hand-over
+    and of ``target_prefill`` + ``target_first_step``, in ``rounds`` turns that the two ways take
+    one after another, and their medians, ``seconds`` {stage: [lengths]}; ``warm`` and ``cold``
+    [lengths], medians over turns of the hand-over's time over the native target's in the same turn,
+    when the source has read the prompt already and when it has not (1 is equal).
 
     ``transfer`` is one copy of the source's cache in memory, ``own_tokens`` the first tokens that
     the target computes itself, ``first_step`` its first step of decoding. Prompts are the contexts
@@ -57,31 +61,43 @@ def measure_latency(
     least = config.first_tokens + config.repair_window
     kept = [length for length in lengths if least < length <= limit]
     text = cycle(chain.from_iterable(item.context for item in items))
-    seconds: dict[str, list[float]] = {}
+    turns: dict[str, list[list[float]]] = {}
     for length in kept:
         prompt = list(islice(text, length))
-        turns = [_turn(bridge, source, prompt, config) for _ in range(rounds + 1)][
-            1:
-        ]  # the first warms up
-        for name in turns[0]:
-            seconds.setdefault(name, []).append(median(turn[name] for turn in turns))
+        _turn(bridge, source, prompt, config)  # warms up
+        taken = [_turn(bridge, source, prompt, config) for _ in range(rounds)]
+        for name in taken[0]:
+            turns.setdefault(name, []).append([turn[name] for turn in taken])
     return {
         "lengths": kept,
-        "seconds": seconds,
-        **ratios(seconds),
+        "turns": turns,
+        "seconds": {name: [median(each) for each in rows] for name, rows in turns.items()},
+        **ratios(turns),
         "rounds": rounds,
         "threads": torch.get_num_threads(),
     }
 
 
-def ratios(seconds: dict[str, list[float]]) -> dict[str, list[float]]:
-    """``warm`` and ``cold`` by length, from medians by stage."""
-    native = _sums(seconds, ("target_prefill", "target_first_step"))
-    cold, warm = (_sums(seconds, stages) for stages in (STAGES, STAGES[1:]))
-    return {
-        "warm": [ours / theirs for ours, theirs in zip(warm, native, strict=True)],
-        "cold": [ours / theirs for ours, theirs in zip(cold, native, strict=True)],
-    }
+def ratios(turns: Turns) -> dict[str, list[float]]:
+    """``warm`` and ``cold`` by length: medians over turns."""
+    return {name: [median(row) for row in turn_ratios(turns, name)] for name in WAYS}
+
+
+def turn_ratios(turns: Turns, way: str) -> list[list[float]]:
+    """[lengths][rounds]: the hand-over's time over the native target's in the same turn, ``warm``
+    or ``cold``.
+    """
+
+    def sums(stages: Sequence[str]) -> list[list[float]]:
+        by_stage = [turns[stage] for stage in stages if turns]
+        return [
+            [sum(turn) for turn in zip(*rows, strict=True)] for rows in zip(*by_stage, strict=True)
+        ]
+
+    return [
+        [ours / theirs for ours, theirs in zip(*pair, strict=True)]
+        for pair in zip(sums(WAYS[way]), sums(NATIVE), strict=True)
+    ]
 
 
 def break_even(lengths: Sequence[int], ratio: Sequence[float]) -> float | None:
@@ -98,8 +114,13 @@ def break_even(lengths: Sequence[int], ratio: Sequence[float]) -> float | None:
     return lengths[last] + share * (lengths[last + 1] - lengths[last])
 
 
-def _sums(seconds: dict[str, list[float]], stages: Sequence[str]) -> list[float]:
-    return [sum(row) for row in zip(*(seconds.get(s, []) for s in stages), strict=True)]
+def break_even_by_turn(
+    lengths: Sequence[int], rows: Sequence[Sequence[float]]
+) -> list[float | None]:
+    """break_even of each turn, from turn_ratios [lengths][rounds]: how far turns agree says how
+    much of it is the machine's load.
+    """
+    return [break_even(lengths, curve) for curve in zip(*rows, strict=True)]
 
 
 def _turn(

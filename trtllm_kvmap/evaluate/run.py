@@ -10,6 +10,7 @@ from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.evaluate.arms import Refused, copy_map, make_arms, mapped_arm
+from trtllm_kvmap.evaluate.asked import asked, map_digest, versions
 from trtllm_kvmap.evaluate.bootstrap import draw
 from trtllm_kvmap.evaluate.controls import check_wrong_document, run_controls
 from trtllm_kvmap.evaluate.gates import Gates, judge_gates
@@ -24,6 +25,7 @@ from trtllm_kvmap.evaluate.summary import (
     context_by_context,
     mean_cosines,
 )
+from trtllm_kvmap.evaluate.tasks.config import TaskConfig
 from trtllm_kvmap.evaluate.tasks.items import Item, require_unseen
 from trtllm_kvmap.inject.hf_cache import view_pool
 from trtllm_kvmap.models import LoadedModel
@@ -76,9 +78,11 @@ def evaluate(
     config: EvaluationConfig,
     on_item: Callable[[int, int], None] | None = None,
     gates: Gates = Gates(),  # noqa: B008 - frozen
+    task: TaskConfig | None = None,
 ) -> Report:
     """The report of ``kvmap`` on ``items``; ``on_item(done, total)`` is called after each. The
-    ``gates`` are declared here, before anything was seen, and judged in the report.
+    ``gates`` are declared here, before anything was seen, and judged in the report. ``task`` is
+    what named the items, for the report to say.
 
     Raises UnprovenError when a control fails, MismatchError for other models than the map's, and
     InputError for items that chose the map, that lack what ``config.metric`` needs, or that are
@@ -120,7 +124,7 @@ def evaluate(
             on_item(index + 1, len(items))
     figures = _figures(outcomes, refused, items, config)
     controls["wrong_document"] = check_wrong_document(figures)
-    return _report(bridge, figures, outcomes, controls, kv_error, items, config, gates)
+    return _report(bridge, figures, outcomes, controls, kv_error, items, config, gates, task)
 
 
 def require_scorable(items: Sequence[Item], metric: str) -> None:
@@ -177,6 +181,7 @@ def _report(
     items: Sequence[Item],
     config: EvaluationConfig,
     gates: Gates,
+    task: TaskConfig | None,
 ) -> Report:
     arm = mapped_arm(config.repair_window)
     chosen = figures[arm]
@@ -208,8 +213,9 @@ def _report(
             "N": settings.pop("repair_window"),
             "S": settings.pop("first_tokens"),
             **settings,
-            "num_items": len(items),
-            "context_tokens": {"shortest": min(lengths), "longest": max(lengths)},
+            **asked(items, task),
+            "map_digest": map_digest(bridge.kvmap),
+            "versions": versions(),
         },
         **provenance(bridge.kvmap),
     )

@@ -46,7 +46,14 @@ def evaluate_tasks(
             on_item(name, done, total)
 
         reports[name] = evaluate(
-            kvmap, source, target, read, judged, on_item=report_progress, gates=gates
+            kvmap,
+            source,
+            target,
+            read,
+            judged,
+            on_item=report_progress,
+            gates=gates,
+            task=tasks[name],
         )
     return reports
 
@@ -62,12 +69,14 @@ def task_configs(tasks: str, config: TaskConfig) -> dict[str, TaskConfig]:
 
 
 def suite_table(reports: Mapping[str, Report]) -> Table:
-    """One task a row: the models alone, the mapped target, and what it recovers of the gap."""
+    """One task a row: the models alone, the mapped target, and what it recovers of the gap, each
+    with its interval.
+    """
     table = Table(box=None, pad_edge=False, title_justify="left")
     for index, column in enumerate(
         (
             "task",
-            "score",
+            "metric",
             "target",
             "source",
             "mapped",
@@ -80,14 +89,10 @@ def suite_table(reports: Mapping[str, Report]) -> Table:
     for name, report in reports.items():
         metric, arms = report.config["metric"], report.arms
         arm = arms[report.config["arm"]]
-        table.add_row(
-            name,
-            metric,
-            written(arms["target"][metric], interval=False),
-            written(arms["source"][metric], interval=False),
-            written(arm[metric], interval=True),
-            written(arm["gap_recovered"], interval=True),
-            written(arm["retention_normalised"], interval=False),
-            f"{arm['mapped_share']:.0%}",
-        )
+        figures = [arms["target"][metric], arms["source"][metric], arm[metric]]
+        figures += [arm["gap_recovered"], arm["retention_normalised"]]
+        cells = [written(entry, interval=True) for entry in figures]
+        share = f"{arm['mapped_share']:.0%}"
+        # Text, since a figure ends in [unresolved] where a console may read brackets as markup.
+        table.add_row(*(Text(cell) for cell in (name, metric, *cells, share)))
     return table

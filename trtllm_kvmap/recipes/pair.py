@@ -78,13 +78,16 @@ class OwnModels:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """``documents`` (token ids) fit, ``selection`` chooses, ``report`` judges."""
+    """``documents`` (token ids) fit, ``selection`` chooses, ``report`` judges; ``task`` named what
+    judges.
+    """
 
     source: LoadedModel
     target: LoadedModel
     documents: list[tuple[int, ...]]
     selection: list[Item]
     report: list[Item]
+    task: TaskConfig
 
 
 def load_pair(config: PairConfig, text: Path | None) -> Pair:
@@ -109,7 +112,7 @@ def load_pair(config: PairConfig, text: Path | None) -> Pair:
         ([item.context for item in selection], report, "chooses and the text that judges"),
     ):
         require_disjoint(one, others, names)
-    return Pair(source, target, documents, selection, report)
+    return Pair(source, target, documents, selection, report, config.report)
 
 
 def load_named(name: str) -> LoadedModel:

@@ -82,6 +82,7 @@ def judged_map(
         config,
         on_item=lambda done, total: on_progress(_named("judge", pair), done, total),
         gates=gates or Gates(),
+        task=pair.task,
     )
     return Judged(kvmap, report)
 

@@ -11,6 +11,7 @@ from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.evaluate.arms import Refused
+from trtllm_kvmap.evaluate.asked import asked, versions
 from trtllm_kvmap.evaluate.bootstrap import draw, figure
 from trtllm_kvmap.evaluate.diagnosis.diagnosis import Diagnosis, Intervention
 from trtllm_kvmap.evaluate.diagnosis.extrapolation import by_length, kl_divergence
@@ -31,6 +32,7 @@ from trtllm_kvmap.evaluate.reading import Reading, read_item
 from trtllm_kvmap.evaluate.run import DRAWING_SEED, EvaluationConfig
 from trtllm_kvmap.evaluate.score import attention_cosines
 from trtllm_kvmap.evaluate.summary import mean_cosines
+from trtllm_kvmap.evaluate.tasks.config import TaskConfig
 from trtllm_kvmap.evaluate.tasks.items import Item
 from trtllm_kvmap.inject.hf_cache import HfCache, view_pool
 from trtllm_kvmap.models import LoadedModel
@@ -45,12 +47,14 @@ def diagnose(
     config: EvaluationConfig,
     longer: Mapping[int, Sequence[Item]] | None = None,
     on_item: Callable[[int, int], None] | None = None,
+    task: TaskConfig | None = None,
 ) -> Diagnosis:
     """Where the divergence of ``kvmap`` on ``items`` lives.
 
     Of ``config`` are read first_tokens, repair_window, resamples, metric, length_normalised and
     backend. ``longer`` gives further items by the length of their contexts in tokens, each of which
-    becomes a row of ``lengths``. ``on_item(done, total)`` counts ``items``.
+    becomes a row of ``lengths``. ``on_item(done, total)`` counts ``items``. ``task`` is what named
+    the items, for the diagnosis to say.
 
     Raises InputError for no items or contexts of which nothing is mapped, MismatchError for other
     models than the map's.
@@ -63,7 +67,7 @@ def diagnose(
         run.add(item)
         if on_item is not None:
             on_item(index + 1, len(items))
-    return run.diagnosis(by_length(bridge, longer or {}, config))
+    return run.diagnosis(by_length(bridge, longer or {}, config), asked(items, task))
 
 
 class _Run:
@@ -118,7 +122,8 @@ class _Run:
                 continue
             self._record("control", name, reading, plan, spoilt)
 
-    def diagnosis(self, lengths: Any) -> Diagnosis:
+    def diagnosis(self, lengths: Any, said: dict[str, Any]) -> Diagnosis:
+        """``said`` is what was asked, see asked.asked."""
         counts = draw(self.count, self.config.resamples, DRAWING_SEED)
         asked, mapped = counts @ np.array(self.asked), counts @ np.array(self.mapped)
         described = {(r.group, r.name): r for r in self.regions}
@@ -146,7 +151,9 @@ class _Run:
                 "target": self.bridge.target.name,
                 "S": self.config.first_tokens,
                 "N": self.config.repair_window,
-                "num_items": self.count,
+                "metric": self.config.metric,
+                **said,
+                "versions": versions(),
                 "scope": self.bridge.kvmap.scope,
                 "map": name_of(**provenance(self.bridge.kvmap)),
             },

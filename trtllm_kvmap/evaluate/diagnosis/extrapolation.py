@@ -76,6 +76,9 @@ def _row(
         source_nll=figure(draws["source"].nll).to_json(),
         target_nll=figure(draws["target"].nll).to_json(),
         gap_recovered=figure(recovered).to_json(),
+        accuracy=figure(draws["mapped"].accuracy).to_json(),
+        source_accuracy=figure(draws["source"].accuracy).to_json(),
+        target_accuracy=figure(draws["target"].accuracy).to_json(),
         divergence=figure((counts @ np.array(divergence)) / (counts @ np.array(asked))).to_json(),
     )
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from trtllm_kvmap.evaluate.report.report import FigureJson, Report, number, written
+from trtllm_kvmap.evaluate.report.report import FigureJson, Report, gap_reason, number, written
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ def summary(report: Report) -> list[Card]:
         _card(
             f"gap recovered in {metric}",
             report.gap_recovered,
-            f"0 is the source alone ({alone[1]}), 1 the target ({alone[0]})",
+            gap_reason(report) or f"0 is the source alone ({alone[1]}), 1 the target ({alone[0]})",
         ),
         _card(
             "retention above chance",
@@ -51,12 +52,22 @@ def _card(label: str, figure: FigureJson, note: str) -> Card:
 
 
 def opening(report: Report) -> str:
-    """What was judged, in one sentence or two."""
+    """What was judged, in a few sentences."""
     config = report.config
     span = config["context_tokens"]
+    asked = config.get("num_questions")
+    questions = "" if asked is None else f" with {number(asked)} questions"
+    task = config.get("task")
+    named = "" if task is None else f" of the task {task} ({drawn_from(config)})"
     return (
-        f"{number(config['num_items'])} contexts of {number(span['shortest'])} to "
-        f"{number(span['longest'])} tokens. The figures below are of the arm {config['arm']}: the "
-        f"target computes the first {number(config['S'])} and the last {number(config['N'])} "
-        f"tokens itself; [low high] is the 95 % interval over contexts."
+        f"{number(config['num_items'])} contexts{named} of {number(span['shortest'])} to "
+        f"{number(span['longest'])} tokens{questions}. The figures below are of the arm "
+        f"{config['arm']}: the target computes the first {number(config['S'])} and the last "
+        f"{number(config['N'])} tokens itself; [low high] is the 95 % interval over contexts."
     )
+
+
+def drawn_from(config: dict[str, Any]) -> str:
+    """``seed 3``, or ``from held-out.txt, after the first 20``: which items of a task."""
+    source = f"from {config['data']}" if config["data"] else f"seed {config['seed']}"
+    return f"{source}, after the first {number(config['skip'])}" if config["skip"] else source

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from trtllm_kvmap.evaluate.latency import STAGES
+from trtllm_kvmap.evaluate.latency import NATIVE, STAGES, turn_ratios
 from trtllm_kvmap.evaluate.report.drawing import (
     ACCENT,
     INK,
@@ -23,6 +25,7 @@ from trtllm_kvmap.evaluate.report.report import Report, fixed, scored_arms
 
 STAGE_COLOURS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377")
 METRICS = {"accuracy": "accuracy (share right)", "nll": "loss, nats per token (less is better)"}
+LEAST, BELOW = -1.0, "#c9c9c9"  # of the colours of heat, and what lies below them
 SLOPES = 200  # lines of single contexts; more would be one grey area
 
 
@@ -64,7 +67,7 @@ def slopes(report: Report, alt: str) -> str:
     rows = list(zip(*(report.contexts["metric"][name] for name in names), strict=True))
     with chart_style("slopes"):
         figure, axes = new_figure(3.2)
-        for row in [row for row in rows if None not in row][:SLOPES]:
+        for row in [row for row in rows[:SLOPES] if None not in row]:
             axes.plot(range(3), row, color=MUTED, linewidth=0.6, alpha=0.5)
         whole = [report.arms[name][metric] for name in names]
         errors = [reach(entry) for entry in whole]
@@ -114,19 +117,25 @@ def by_layer(lines: dict[str, Sequence[float | None]], alt: str) -> str:
 def heat(
     chart: str, rows: Sequence[Sequence[float | None]], across: str, measure: str, alt: str
 ) -> str:
-    """``measure`` of target layers (up) by what lies ``across``, colours from 0 to 1; numbers in
-    the cells of small tables.
+    """``measure`` of target layers (up) by what lies ``across``, colours from 0 to 1, or from below
+    0 (LEAST at most) where a number is; numbers in the cells of small tables.
     """
+    known = [v for row in rows for v in row if v is not None]
+    lowest = min(known, default=0.0)
+    floor = max(LEAST, math.floor(10 * min(lowest, 0.0)) / 10)
     with chart_style(f"heat-{chart}"):
         height = min(4.6, 1.2 + 0.32 * len(rows))
         figure, axes = new_figure(height)
         numbers = [[float("nan") if v is None else v for v in row] for row in rows]
-        mesh = axes.pcolormesh(numbers, cmap=matplotlib.colormaps["viridis"].resampled(10))
-        mesh.set_clim(0.0, 1.0)
+        steps = round(10 * (1.0 - floor))
+        colours = matplotlib.colormaps["viridis"].resampled(steps).with_extremes(under=BELOW)
+        mesh = axes.pcolormesh(numbers, cmap=colours)
+        mesh.set_clim(floor, 1.0)
         if len(rows) * len(rows[0]) <= 64:
             for y, row in enumerate(rows):
                 for x, value in enumerate(row):
-                    colour = "#111111" if (value or 0.0) > 0.6 else "#ffffff"
+                    share = ((value or 0.0) - floor) / (1.0 - floor)
+                    colour = "#111111" if share > 0.6 or share < 0.0 else "#ffffff"
                     said = "-" if value is None else fixed(value, 2)
                     axes.text(
                         x + 0.5, y + 0.5, said, ha="center", va="center", color=colour, fontsize=8
@@ -137,16 +146,15 @@ def heat(
             axis.set_major_formatter(FuncFormatter(lambda at, _: str(int(at))))
         axes.set_xlabel(across)
         axes.set_ylabel("target layer")
-        figure.colorbar(mesh, ax=axes, label=measure)
+        extend = "min" if lowest < floor else "neither"
+        figure.colorbar(mesh, ax=axes, label=measure, extend=extend)
         return svg_of(figure, alt)
 
 
 def latency_stack(latency: dict[str, Any], alt: str) -> str:
     """The steps of a hand-over from scratch, stacked, over the native target's time, by length."""
     lengths, seconds = latency["lengths"], latency["seconds"]
-    native = [
-        a + b for a, b in zip(seconds["target_prefill"], seconds["target_first_step"], strict=True)
-    ]
+    native = [a + b for a, b in zip(*(seconds[name] for name in NATIVE), strict=True)]
     with chart_style("stack"):
         figure, axes = new_figure(1.3 + 0.34 * len(lengths))
         start = [0.0] * len(lengths)
@@ -165,7 +173,9 @@ def latency_stack(latency: dict[str, Any], alt: str) -> str:
 
 
 def break_even_curve(latency: dict[str, Any], alt: str) -> str:
-    """The hand-over's time over the native target's, against the prompt's length."""
+    """The hand-over's time over the native target's, against the prompt's length: medians, and
+    from the least to the most of all turns where the report keeps them.
+    """
     lengths = latency["lengths"]
     with chart_style("break-even"):
         figure, axes = new_figure(2.8)
@@ -173,7 +183,20 @@ def break_even_curve(latency: dict[str, Any], alt: str) -> str:
             ("source has read the prompt", "warm", ACCENT, "-"),
             ("source reads it first", "cold", INK, "--"),
         ):
-            axes.plot(lengths, latency[key], color=colour, linestyle=style, marker="o", label=name)
+            middle = np.array(latency[key])
+            turns = turn_ratios(latency["turns"], key) if "turns" in latency else middle[:, None]
+            reached = np.array([middle - np.min(turns, axis=1), np.max(turns, axis=1) - middle])
+            axes.errorbar(
+                lengths,
+                middle,
+                yerr=reached,
+                color=colour,
+                linestyle=style,
+                marker="o",
+                capsize=3,
+                elinewidth=0.8,
+                label=name,
+            )
         axes.axhline(1.0, color=INK, linewidth=0.8)
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_locator(FixedLocator(lengths))

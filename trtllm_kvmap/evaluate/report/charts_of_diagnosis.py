@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from trtllm_kvmap.evaluate.diagnosis.diagnosis import FigureJson, LengthRow, TokenError
+from trtllm_kvmap.evaluate.diagnosis.diagnosis import FigureJson, TokenError
+from trtllm_kvmap.evaluate.report.charts import METRICS
 from trtllm_kvmap.evaluate.report.drawing import (
     ACCENT,
     INK,
@@ -83,24 +85,23 @@ def token_bars(rows: Sequence[TokenError], alt: str) -> str:
         return svg_of(figure, alt)
 
 
-def loss_by_length(rows: Sequence[LengthRow], alt: str) -> str:
-    """Loss of the map, the source alone and the native target against the context's length."""
-    tokens = [row.tokens for row in rows]
-    lines = {
-        "mapped": [row.nll for row in rows],
-        "source alone": [row.source_nll for row in rows],
-        "target": [row.target_nll for row in rows],
-    }
-    with chart_style("lengths"):
+def by_length(
+    tokens: Sequence[int], rows: Sequence[Sequence[FigureJson]], metric: str, alt: str
+) -> str:
+    """``metric`` of the map, the source alone and the native target (``rows`` [lengths][3]) against
+    the context's length in ``tokens``.
+    """
+    with chart_style(f"lengths-{metric}"):
         figure, axes = new_figure(2.9)
-        for index, (name, row) in enumerate(lines.items()):
+        names = ("mapped", "source alone", "target")
+        for index, (name, row) in enumerate(zip(names, zip(*rows, strict=True), strict=True)):
             _line(axes, tokens, row, name, index)
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_locator(FixedLocator(tokens))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(FuncFormatter(lambda at, _: f"{round(at):,}"))
         axes.set_xlabel("context tokens")
-        axes.set_ylabel("loss, nats per token")
+        axes.set_ylabel(METRICS[metric])
         figure.legend(loc="outside upper left", ncols=3, fontsize=9)
         return svg_of(figure, alt)
 
@@ -120,13 +121,29 @@ def divergence_bars(arms: Mapping[str, FigureJson], alt: str) -> str:
         )
         if min(values) > 0:
             axes.set_xscale("log")
+            most = max(value + high for value, (_, high) in zip(values, errors, strict=True))
+            axes.set_xlim(0.4 * min(values), 2 * most)  # a factor of 5 holds two labels
+            axes.xaxis.set_major_locator(FixedLocator(log_ticks(*axes.get_xlim())))
             axes.xaxis.set_major_formatter(FuncFormatter(lambda at, _: f"{at:g}"))
-            axes.xaxis.set_minor_formatter(NullFormatter())
+            axes.xaxis.set_minor_locator(NullLocator())
         axes.set_yticks(range(len(arms)), [label_of(name) for name in arms])
         axes.invert_yaxis()
         axes.tick_params(axis="y", length=0)
         axes.set_xlabel("KL from the native target, nats per token")
         return svg_of(figure, alt)
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Places of labels on a logarithmic axis, at most six: decades, or 1, 2 and 5 of each where
+    there are few.
+    """
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for steps in ((1, 2, 5), (1, 3), (1,)):
+        ticks = [step * 10.0**decade for decade in decades for step in steps]
+        ticks = [tick for tick in ticks if low <= tick <= high]
+        if len(ticks) <= 6:
+            return ticks
+    return ticks[:: -(-len(ticks) // 6)]
 
 
 def _line(

@@ -6,7 +6,7 @@ import re
 
 from trtllm_kvmap.evaluate.report.cards import opening, summary
 from trtllm_kvmap.evaluate.report.report import Report
-from trtllm_kvmap.evaluate.report.section import Grid
+from trtllm_kvmap.evaluate.report.section import COMMAND, Grid
 from trtllm_kvmap.evaluate.report.sections import sections
 
 # Brackets are marks only before these two, an underscore only at the edge of a word.
@@ -21,7 +21,7 @@ def markdown(report: Report) -> str:
     cards = tuple((c.label, f"{c.value} {c.interval}", c.note) for c in summary(report))
     lines += ["", *_table(Grid("", ("figure", "value", ""), cards, texts=frozenset({0, 2})))]
     for section in sections(report):
-        lines += ["", f"## {_plain(section.title)}", "", _plain(section.text)]
+        lines += ["", f"## {_plain(section.title)}", "", _paragraph(section.text)]
         for grid in section.grids:
             lines += ["", f"{_plain(grid.caption)}:", "", *_table(grid)]
     return "\n".join(lines) + "\n"
@@ -43,7 +43,16 @@ def _row(cells: tuple[str, ...]) -> str:
     return "| " + " | ".join(_plain(cell) for cell in cells) + " |"
 
 
+def _paragraph(text: str) -> str:
+    """``text`` on one line: its commands as code, all else taken literally."""
+    parts = COMMAND.split(" ".join(text.split()))
+    return "".join(f"`{part}`" if i % 2 else _literal(part) for i, part in enumerate(parts))
+
+
 def _plain(text: object) -> str:
     """``text`` on one line, every mark of Markdown or html taken literally."""
-    line = " ".join(str(text).split())
+    return _literal(" ".join(str(text).split()))
+
+
+def _literal(line: str) -> str:
     return MARKS.sub(r"\\\g<0>", line).replace("://", ":\\//")

@@ -10,7 +10,7 @@ from markupsafe import Markup, escape
 
 from trtllm_kvmap.evaluate.report.cards import opening, summary
 from trtllm_kvmap.evaluate.report.report import Report
-from trtllm_kvmap.evaluate.report.section import Grid
+from trtllm_kvmap.evaluate.report.section import COMMAND, Grid
 from trtllm_kvmap.evaluate.report.sections import sections
 
 TEMPLATE = "report.html.j2"
@@ -28,6 +28,7 @@ def html(report: Report) -> str:
     )
     environment.filters["cell"] = _cell_class
     environment.filters["breakable"] = _breakable
+    environment.filters["commands"] = _with_commands
     return environment.get_template(TEMPLATE).render(
         config=report.config,
         opening=opening(report),
@@ -35,6 +36,11 @@ def html(report: Report) -> str:
         sections=sections(report),
         svg=lambda chart: Markup(chart.draw()),  # our own SVG: charts escape what they are given
     )
+
+
+def _with_commands(text: str) -> Markup:
+    """``text``, escaped, its commands set as code."""
+    return Markup(COMMAND.sub(r"<code>\1</code>", str(escape(text))))
 
 
 def _breakable(text: str) -> Markup:

@@ -14,6 +14,7 @@ from trtllm_kvmap.artifact.json_file import read_json
 from trtllm_kvmap.artifact.whole import write_text
 from trtllm_kvmap.errors import FormatError, MismatchError, UnprovenError
 from trtllm_kvmap.evaluate.diagnosis.diagnosis import Diagnosis
+from trtllm_kvmap.evaluate.plain_json import require_plain
 from trtllm_kvmap.evaluate.provenance import name_of
 
 FigureJson = dict[str, float | None]  # value, low and high, see bootstrap.Figure
@@ -24,7 +25,8 @@ class Report:
     """The content of report.json, key by key. Everything in it is JSON.
 
     ``arms`` holds every arm's figures, or {"refused": reason}. The figures beside it are those of
-    the arm, metric, N and S that ``config`` names. ``attention_cosine`` is {"mean", "worst",
+    the arm, metric, N and S that ``config`` names; it also says what was asked (asked.asked), of
+    which map and by which versions. ``attention_cosine`` is {"mean", "worst",
     "per_layer"}, ``kv_error`` that of kv_error.KvError, ``controls`` maps each control to "passed"
     or to why it could not be judged, ``kvmap`` says how the map was fitted. ``gates`` are those of
     gates.judge_gates, ``chance`` the accuracy of guessing (None without questions), ``contexts``
@@ -88,6 +90,7 @@ class Report:
     def load(path: str | Path) -> Report:
         """Raises FormatError when there is no report at ``path``."""
         entry = read_json(path, "a report", "trtllm-kvmap evaluate --json")
+        require_plain(entry, str(path))
         return Report.from_json(entry, str(path))
 
 
@@ -146,7 +149,29 @@ def columns_with_values(report: Report, columns: dict[str, str]) -> dict[str, st
     }
 
 
-UNRESOLVED = ("[unresolved]: source and target are too close on these contexts to tell",)
+UNRESOLVED = "[unresolved]: source and target are too close on these contexts to tell"
+
+
+def is_unresolved(report: Report) -> bool:
+    """Whether an arm's gap recovered has a value but no interval."""
+    gaps = [arm["gap_recovered"] for arm in scored_arms(report).values()]
+    return any(g["value"] is not None and None in (g["low"], g["high"]) for g in gaps)
+
+
+def gap_reason(report: Report) -> str:
+    """Why the report has no gap recovered, in a sentence; "" where it has one."""
+    if report.gap_recovered["value"] is not None:
+        return ""
+    metric = report.config["metric"]
+    source, target = (report.arms[name][metric] for name in ("source", "target"))
+    if None in (source["value"], target["value"]):
+        return f"No gap recovered: these contexts give no {metric}."
+    return (
+        f"There is no gap to recover: in {metric} the source alone, "
+        f"{written(source, interval=True)}, is no worse than the target, "
+        f"{written(target, interval=True)}. A hand-over has nothing to win here, whatever the "
+        f"gates say."
+    )
 
 
 def table(report: Report) -> Table:
@@ -156,8 +181,6 @@ def table(report: Report) -> Table:
     config = report.config
     columns = columns_with_values(report, COLUMNS)
     refused = [f"{name}: {a['refused']}" for name, a in report.arms.items() if "refused" in a]
-    gaps = [a["gap_recovered"] for a in report.arms.values() if "refused" not in a]
-    unresolved = any(g["value"] is not None and None in (g["low"], g["high"]) for g in gaps)
     shown = Table(
         title=Text(
             f"{config['source']} to {config['target']}, {config['num_items']} contexts, gap "
@@ -168,7 +191,8 @@ def table(report: Report) -> Table:
                 [
                     "[low high]: 95 % interval over contexts; above chance: retention without "
                     "guessing",
-                    *(UNRESOLVED if unresolved else ()),
+                    *((UNRESOLVED,) if is_unresolved(report) else ()),
+                    *filter(None, (gap_reason(report),)),
                     *(f"gate {gate_sentence(gate)}" for gate in report.gates),
                     *refused,
                 ]
@@ -186,10 +210,10 @@ def table(report: Report) -> Table:
     with_interval = (config["metric"], "gap_recovered")
     for name, arm in report.arms.items():
         if "refused" in arm:
-            shown.add_row(name, "refused", style="dim")
+            shown.add_row(Text(name), "refused", style="dim")
             continue
         cells = [Text(written(arm[key], interval=key in with_interval)) for key in columns]
-        shown.add_row(name, *cells, style="bold" if name == config["arm"] else None)
+        shown.add_row(Text(name), *cells, style="bold" if name == config["arm"] else None)
     return shown
 
 

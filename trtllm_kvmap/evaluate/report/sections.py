@@ -8,6 +8,7 @@ from trtllm_kvmap.evaluate.report import sections_of_origin as origin
 from trtllm_kvmap.evaluate.report import sections_of_results as results
 from trtllm_kvmap.evaluate.report.report import Report
 from trtllm_kvmap.evaluate.report.section import Section
+from trtllm_kvmap.evaluate.report.section_of_time import time_by_step
 from trtllm_kvmap.evaluate.report.sections_of_diagnosis import diagnosis
 
 
@@ -20,7 +21,7 @@ def sections(report: Report) -> list[Section]:
         results.layers(report),
         *diagnosis(report),
         origin.layers_read(report),
-        origin.time_by_step(report),
+        time_by_step(report),
         origin.the_map(report),
         origin.controls(report),
         origin.configuration(report),

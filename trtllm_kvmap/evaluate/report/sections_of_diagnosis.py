@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
-from trtllm_kvmap.evaluate.diagnosis.diagnosis import Diagnosis, FigureJson, Intervention
+from trtllm_kvmap.evaluate.diagnosis.diagnosis import (
+    UNKNOWN,
+    Diagnosis,
+    FigureJson,
+    Intervention,
+)
+from trtllm_kvmap.evaluate.diagnosis.lengths import length_tables
 from trtllm_kvmap.evaluate.report import charts, charts_of_diagnosis
+from trtllm_kvmap.evaluate.report.cards import drawn_from
 from trtllm_kvmap.evaluate.report.report import Report, decimal, written
-from trtllm_kvmap.evaluate.report.section import Chart, Grid, Section, drawn
+from trtllm_kvmap.evaluate.report.section import Chart, Grid, Section, bands, drawn
 from trtllm_kvmap.spec.slices import FIELDS
 
-UNKNOWN: FigureJson = {"value": None, "low": None, "high": None}
 SPOILT = {
     "permuted_heads": "source heads permuted",
     "shifted_positions": "keys 16 positions off",
@@ -56,12 +63,13 @@ def _regions(found: Diagnosis, rows: Rows) -> Section:
     removed = {name: each.removed for name, each in shown.items()}
     return Section(
         "Diagnosis: where the error does harm",
-        f"Over {config['num_items']} contexts, S = {config['S']}, N = {config['N']}, the mapped "
-        f"cache diverges from the native target by {_kl(found.divergence)} (KL, nats per token "
-        f"asked). One region of it at a time is replaced by the target's own keys and values, and "
-        f"the target goes on from there. Removed is the share of the divergence that is then gone: "
-        f"1 is the native target, 0 no change, below 0 worse than mapped. A map that is plainly "
-        f"wrong (controls) shows what the same measure makes of it.",
+        f"Over {config['num_items']} contexts{_named(found)}, S = {config['S']}, "
+        f"N = {config['N']}, the mapped cache diverges from the native target by "
+        f"{_kl(found.divergence)} (KL, nats per token asked). One region of it at a time is "
+        f"replaced by the target's own keys and values, and the target goes on from there. Removed "
+        f"is the share of the divergence that is then gone: 1 is the native target, 0 no change, "
+        f"below 0 worse than mapped. A map that is plainly wrong (controls) shows what the same "
+        f"measure makes of it.",
         (
             drawn(
                 f"Divergence removed by keys or values, by eighths of the mapped span (part 1/8 is "
@@ -122,9 +130,7 @@ def _layers(found: Diagnosis, rows: Rows) -> Section:
         pictures.append(
             Chart(caption, lambda: charts.heat("removed", heads, "KV head", "removed", caption))
         )
-        names = ("layer", *(f"head {head}" for head in range(len(heads[0]))))
-        shown = [(str(layer), *map(decimal, row)) for layer, row in enumerate(heads)]
-        grids.append(Grid("Divergence removed by head", names, tuple(shown)))
+        grids += bands("Divergence removed by head", "target layer", "KV head", heads)
     return Section(
         "Diagnosis: layers and heads",
         "Where replacing removes little although the error (NRMSE) is large, the target makes "
@@ -154,32 +160,29 @@ def _tokens(found: Diagnosis) -> Section:
 
 
 def _lengths(found: Diagnosis) -> Section:
-    said = {True: "longer", False: "within", None: "not known"}
-    rows = tuple(
-        (
-            f"{row.tokens:,}",
-            said[row.beyond_calibration],
-            *(_kl(entry) for entry in (row.nll, row.source_nll, row.target_nll)),
-            _share(row.gap_recovered),
-            _kl(row.divergence),
+    metric = found.config.get("metric")
+    of = f"in {metric}" if metric else "in a metric that this diagnosis does not name"
+    tokens = [row.tokens for row in found.lengths]
+    tables = length_tables(found, _kl)
+    pictures = []
+    for each in tables:
+        caption = (
+            f"{each.title}, with 95 % intervals, n = {found.config['num_items']} contexts of each "
+            f"length: mapped, the source alone, the native target."
         )
-        for row in found.lengths
-    )
-    header = ("tokens", "calibration", "mapped", "source", "target", "gap recovered", "KL, nats")
+        pictures.append(
+            Chart(
+                caption,
+                partial(charts_of_diagnosis.by_length, tokens, each.figures, each.measure, caption),
+            )
+        )
     return Section(
         "Diagnosis: other lengths",
-        "The map on contexts of other lengths, also longer than any it was fitted on. Losses are "
-        "nats per token, with 95 % intervals over contexts.",
-        (
-            drawn(
-                f"Loss by length of the context, with 95 % intervals, n = "
-                f"{found.config['num_items']} contexts of each length: mapped, the source alone, "
-                f"the native target.",
-                charts_of_diagnosis.loss_by_length,
-                found.lengths,
-            ),
-        ),
-        (Grid("By length", header, rows, texts=frozenset({0, 1})),),
+        f"The map on contexts of other lengths, also longer than any it was fitted on, with 95 % "
+        f"intervals over contexts. The gap recovered is {of}, and stands beside the figures that "
+        f"it is taken from. KL is of the mapped cache from the native target.",
+        tuple(pictures),
+        tuple(Grid(t.title, t.header, t.rows, texts=frozenset({0, 1})) for t in tables),
     )
 
 
@@ -202,6 +205,12 @@ def _by_head(rows: Rows, layers: int) -> list[list[float | None]]:
         if each.layer is not None and each.head is not None:
             cells[each.layer][each.head] = each.removed["value"]
     return cells if count else []
+
+
+def _named(found: Diagnosis) -> str:
+    config = found.config
+    task = config.get("task")
+    return "" if task is None else f" of the task {task} ({drawn_from(config)})"
 
 
 def _kl(entry: FigureJson) -> str:

@@ -1,15 +1,14 @@
-"""The sections on what the map is and costs: what it reads, time, candidates, controls."""
+"""The sections on where the figures come from: what the map reads, candidates, settings."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from trtllm_kvmap.evaluate.latency import STAGES, break_even
 from trtllm_kvmap.evaluate.report import charts
-from trtllm_kvmap.evaluate.report.report import Report, decimal, fixed, number
-from trtllm_kvmap.evaluate.report.section import Chart, Grid, Section, drawn
+from trtllm_kvmap.evaluate.report.command import command
+from trtllm_kvmap.evaluate.report.report import Report, decimal, number
+from trtllm_kvmap.evaluate.report.section import Chart, Grid, Section, bands
 from trtllm_kvmap.spec.slices import FIELDS
 
 
@@ -24,18 +23,14 @@ def layers_read(report: Report) -> Section:
             "moments; a map that was made otherwise has it only if it was added "
             "(fit.layer_r2.with_layer_r2).",
         )
-    pictures, grids = [], []
+    pictures: list[Chart] = []
+    grids: list[Grid] = []
     for field in FIELDS:
         rows = found[field]
         caption = f"R2 of {field}s: target layers by the one source layer they are read from."
         draw = partial(charts.heat, field, rows, "source layer", "R2", caption)
         pictures.append(Chart(caption, draw))
-        header = ("target layer", *(f"source {layer}" for layer in range(len(rows[0]))))
-        cells = tuple(
-            (str(layer), *("-" if v is None else fixed(v, 2) for v in row))
-            for layer, row in enumerate(rows)
-        )
-        grids.append(Grid(f"R2 of {field}s", header, cells))
+        grids += bands(f"R2 of {field}s", "target layer", "source layer", rows)
     return Section(
         title,
         "R2 on the calibration text of a ridge from all heads of one source layer (from the same "
@@ -44,60 +39,6 @@ def layers_read(report: Report) -> Section:
         tuple(pictures),
         tuple(grids),
     )
-
-
-def time_by_step(report: Report) -> Section:
-    latency = report.latency
-    if not latency or not latency["lengths"]:
-        return Section("Time", "Not measured; `trtllm-kvmap evaluate --latency` does.")
-    seconds, lengths = latency["seconds"], latency["lengths"]
-    names = (*STAGES, "target_prefill", "target_first_step")
-    rows = tuple(
-        (
-            f"{length:,}",
-            *(f"{1000 * seconds[name][i]:.1f}" for name in names),
-            f"{latency['warm'][i]:.2f}",
-            f"{latency['cold'][i]:.2f}",
-        )
-        for i, length in enumerate(lengths)
-    )
-    header = ("tokens", *(name.replace("_", " ") for name in names), "warm ratio", "cold ratio")
-    said = " ".join(
-        f"{name}: {_equal_from(break_even(lengths, latency[key]), lengths)}."
-        for name, key in (
-            ("When the source has read the prompt", "warm"),
-            ("When it reads the prompt first", "cold"),
-        )
-    )
-    return Section(
-        "Time",
-        f"Medians of {latency['rounds']} turns side by side in one run, "
-        f"threads: {latency['threads']}. Figures of this machine under its load of that hour. "
-        f"Transfer is one copy of the source's cache in memory. {said}",
-        (
-            drawn(
-                "Steps of a hand-over from scratch, stacked, over the native target's prefill "
-                "and first step, by prompt length.",
-                charts.latency_stack,
-                latency,
-            ),
-            drawn(
-                "Break-even: the hand-over's time over the native target's, by prompt length; "
-                "below 1 the hand-over is faster.",
-                charts.break_even_curve,
-                latency,
-            ),
-        ),
-        (Grid("Milliseconds by prompt length", header, rows),),
-    )
-
-
-def _equal_from(tokens: float | None, lengths: Sequence[int]) -> str:
-    if tokens is None:
-        return f"no break-even up to {lengths[-1]:,} tokens"
-    if tokens <= lengths[0]:
-        return f"faster from {lengths[0]:,} tokens on, the shortest length measured"
-    return f"break-even at about {tokens:,.0f} tokens"
 
 
 CANDIDATE_FIGURES = {
@@ -132,10 +73,31 @@ def the_map(report: Report) -> Section:
     header = ("scope", "reads", "ridge", "fields", "parameters", *CANDIDATE_FIGURES.values())
     return Section(
         "The map",
-        f"{text} Chosen among these candidates on items that this report never saw.",
+        f"{text} {_chosen_by(kvmap['fitted'].get('selection'))} Of one candidate each figure is a "
+        f"single value without an interval: they chose the map and prove nothing about it, and "
+        f"the best of many looks better than it is.",
         grids=(
             Grid("Candidates", header, tuple(rows), frozenset(chosen), frozenset({0, 1, 2, 3})),
         ),
+    )
+
+
+def _chosen_by(selection: dict[str, Any] | None) -> str:
+    """What chose among the candidates, and the two models alone on the items that did."""
+    if selection is None:
+        return "Chosen among these candidates on items that this report never saw."
+    chosen_by = str(selection.get("chosen_by"))
+    by = {"loss": "held-out loss", "cosine": "the cosine of attention outputs"}
+    alone = "; ".join(
+        f"the {name} alone has NLL {decimal(selection[name]['nll'])} and accuracy "
+        f"{decimal(selection[name]['accuracy'])}"
+        for name in ("source", "target")
+    )
+    return (
+        f"Chosen among these candidates by {by.get(chosen_by, 'what the map does not say')} "
+        f"on {number(selection['items'])} items that this report never saw, with "
+        f"S = {number(selection['S'])} and N = {number(selection['N'])}. Gap recovered is in "
+        f"{selection['metric']}; on the same items {alone}."
     )
 
 
@@ -157,19 +119,36 @@ def controls(report: Report) -> Section:
 
 
 def configuration(report: Report) -> Section:
-    span = report.config["context_tokens"]
-    said = report.config | {"context_tokens": f"{span['shortest']} to {span['longest']}"}
-    settings = tuple((name, str(value)) for name, value in said.items())
+    config, span = report.config, report.config["context_tokens"]
+    said = config | {"context_tokens": f"{span['shortest']} to {span['longest']}"}
+    said |= {"context_tokens asked": span["asked"]} if "asked" in span else {}
+    parts = said.pop("versions", {})
+    again = command(report)
+    settings = [
+        (name, number(value) if value is None else str(value)) for name, value in said.items()
+    ]
+    settings += [(f"version of {name}", str(version)) for name, version in parts.items()]
+    settings += [("command", again)] if again else []
     digests = tuple(
         (model, part, digest)
         for model, parts in report.fingerprints.items()
         for part, digest in parts.items()
     )
+    lack = (
+        ""
+        if again
+        else (
+            " No command can be given: no task read the items, or the report is of a version that "
+            "did not keep which."
+        )
+    )
     return Section(
         "Configuration and fingerprints",
-        "What it takes to run this again: the settings, and the digests of both models.",
+        f"What it takes to run this again: what was asked, the settings, the digests of the items, "
+        f"of the map (without the evidence and the guard that may be added to it) and of both "
+        f"models, and the versions that computed the figures.{lack}",
         grids=(
-            Grid("Configuration", ("setting", "value"), settings, texts=frozenset({0, 1})),
+            Grid("Configuration", ("setting", "value"), tuple(settings), texts=frozenset({0, 1})),
             Grid("Fingerprints", ("model", "part", "SHA-256"), digests, texts=frozenset({0, 1, 2})),
         ),
     )

@@ -7,9 +7,12 @@ from typing import Any
 
 from trtllm_kvmap.evaluate.report import charts
 from trtllm_kvmap.evaluate.report.report import (
+    UNRESOLVED,
     Report,
     columns_with_values,
     decimal,
+    gap_reason,
+    is_unresolved,
     number,
     written,
 )
@@ -20,28 +23,32 @@ def gates(report: Report) -> Section:
     rows = [
         (
             gate["name"].replace("_", " "),
-            f"{gate['side']} {number(gate['limit'])}",
-            written(gate["figure"], interval=True),
-            written(gate["source"], interval=True),
             gate["verdict"],
+            written(gate["figure"], interval=True),
+            f"{gate['side']} {number(gate['limit'])}",
+            written(gate["source"], interval=True),
             "yes" if gate["clear"] else "no",
         )
         for gate in report.gates
     ]
-    header = ("gate", "declared", report.config["arm"], "source alone", "verdict", "clear")
+    header = ("gate", "verdict", report.config["arm"], "declared", "source alone", "clear")
+    asks = (
+        gap_reason(report)
+        or f"The gap recovered does: {written(report.gap_recovered, interval=True)} in "
+        f"{report.config['metric']}."
+    )
     return Section(
         "Gates",
-        "Declared before the run. A gate is clear when its whole interval says the same. Gates do "
-        "not ask whether the map beats the source alone: the gap recovered does, "
-        f"{written(report.gap_recovered, interval=True)} in {report.config['metric']}.",
-        grids=(Grid("The gates", header, tuple(rows), texts=frozenset({0, 1, 4, 5})),),
+        f"Declared before the run. A gate is clear when its whole interval says the same. Gates do "
+        f"not ask whether the map beats the source alone. {asks}",
+        grids=(Grid("The gates", header, tuple(rows), texts=frozenset({0, 1, 3, 5})),),
     )
 
 
 METRICS = {"accuracy": "Accuracy", "nll": "Loss (nats per token, less is better)"}
 ANSWERS = {
-    "accuracy": "accuracy",
     "gap_recovered": "gap recovered",
+    "accuracy": "accuracy",
     "retention": "retention",
     "retention_normalised": "above chance",
 }
@@ -73,13 +80,14 @@ def arms(report: Report) -> Section:
         f"contexts. Solid line: the native target; dashed: the source alone"
         f"{'; dotted: guessing' if charts.shows_chance(report) else ''}."
     )
+    notes = [gap_reason(report), f"{UNRESOLVED}." if is_unresolved(report) else ""]
     return Section(
         "All arms",
         f"[low high] is the 95 % paired bootstrap interval over contexts. Gap recovered, in "
         f"{metric}: 0 is the source alone, 1 the native target. Above chance: retention without "
         f"what guessing retains.{floor} NLL is in nats per token; top-1 and rollout are the shares "
         f"of tokens on which the arm and the native target agree, one at a time and until they "
-        f"first differ.",
+        f"first differ. {' '.join(filter(None, notes))}".rstrip(),
         (drawn(caption, charts.bars_of_arms, report),),
         (
             _arms_table(report, "Answers, by arm", ANSWERS, ("mapped tokens", _mapped)),
@@ -144,9 +152,9 @@ def contexts(report: Report) -> Section:
         )
         rows.append((f"the {other}", *(f"{count:,}" for count in counts)))
     caption = (
-        f"{METRICS[metric]} of single contexts (thin lines; n = {len(values[arm])}, of which "
-        f"{charts.SLOPES} at most are drawn) and of all of them (thick, with 95 % intervals), from "
-        f"the source alone over {arm} to the native target"
+        f"{METRICS[metric]} of single contexts (thin lines; n = {len(values[arm])}, of which the "
+        f"first {charts.SLOPES} at most are drawn) and of all of them (thick, with 95 % "
+        f"intervals), from the source alone over {arm} to the native target"
         f"{'. Dotted: guessing' if charts.shows_chance(report) else ''}."
     )
     return Section(
@@ -159,7 +167,27 @@ def contexts(report: Report) -> Section:
                 ("compared with", "better", "equal", "worse"),
                 tuple(rows),
             ),
+            _single_contexts(report),
         ),
+    )
+
+
+def _single_contexts(report: Report) -> Grid:
+    """What the thin lines of the chart are drawn from."""
+    metric, arm = report.config["metric"], report.config["arm"]
+    names = ("source", arm, "target")
+    columns = [report.contexts["metric"][name] for name in names]
+    tokens = report.contexts["tokens"]
+    rows = [
+        (str(number), f"{length:,}", *map(decimal, values))
+        for number, (length, *values) in enumerate(zip(tokens, *columns, strict=True))
+    ]
+    left_out = len(rows) - charts.SLOPES
+    rest = f", the first {charts.SLOPES}; report.json has {left_out:,} more" if left_out > 0 else ""
+    return Grid(
+        f"{METRICS[metric]} of single contexts{rest}",
+        ("context", "tokens", "source alone", arm, "target"),
+        tuple(rows[: charts.SLOPES]),
     )
 
 
