@@ -194,3 +194,20 @@ def test_work_has_a_bar_of_its_own_each(monkeypatch: pytest.MonkeyPatch) -> None
     last = [line for line in shown.getvalue().splitlines() if "/" in line]
     for name, counts in (("read", "4/4"), ("fit", "1/4"), ("guard", "2/?"), ("judge", "9/9")):
         assert counts in next(line for line in reversed(last) if name in line)
+
+
+def test_no_word_that_is_printed_is_markup(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Names as they are: bold, a tag that closes nothing, an emoji's code; a path is one line."""
+    for name in ("q [bold] x.json", "o[/b].json", "a:smile:b.json"):
+        path = tmp_path / ("long " * 20) / name.replace("/", "_")
+        door.write_json(path, {})
+        door.console.print(f"Wrote {name}")
+        door.complaints.print(f"no {name}")
+        told = capsys.readouterr()
+        assert told.out == f"Wrote {path}\nWrote {name}\n"
+        assert told.err == f"no {name}\n"
+    with door.progress() as show:
+        show("[bold]q", 1, 2)
+    assert "[bold]q" in capsys.readouterr().err

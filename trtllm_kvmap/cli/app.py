@@ -35,8 +35,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-console = Console()
-complaints = Console(stderr=True)
+# What is printed holds paths and names from anywhere: no word of it is markup.
+console = Console(markup=False, emoji=False, highlight=False)
+complaints = Console(stderr=True, markup=False, emoji=False, highlight=False)
 
 
 def verb(command: Callable[..., Result]) -> Callable[..., Result]:
@@ -58,7 +59,7 @@ def register(group: typer.Typer, command: Callable[..., Result]) -> Callable[...
         except KvMapError as error:
             # What is wrong with a file is told in the names of its own entries.
             said = str(error) if isinstance(error, FormatError) else in_flags(str(error), flags)
-            complaints.print(f"trtllm-kvmap: {said}", markup=False, highlight=False, soft_wrap=True)
+            complaints.print(f"trtllm-kvmap: {said}", soft_wrap=True)
             raise typer.Exit(2) from error
 
     run.__signature__ = inspect.signature(command, eval_str=True)  # type: ignore[attr-defined]
@@ -77,7 +78,7 @@ def write_json(path: Path | None, value: Any) -> None:
     if path is None:
         return
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
-    console.print(f"Wrote {path}", highlight=False)
+    console.print(f"Wrote {path}", soft_wrap=True)
 
 
 @contextmanager
@@ -85,7 +86,8 @@ def progress() -> Iterator[Callable[[str, int, int | None], None]]:
     """The bars that long work shows: ``show(name, done, total)`` moves the bar of that name, which
     is there from its first call on.
     """
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    name = TextColumn("{task.description}", markup=False)
+    columns = name, BarColumn(), MofNCompleteColumn()
     with Progress(*columns, TimeRemainingColumn(), console=complaints) as bars:
         shown: dict[str, TaskID] = {}
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from trtllm_kvmap.cli.app import console, progress, verb, write_json
 from trtllm_kvmap.cli.flags import JsonOption
@@ -30,7 +31,7 @@ def demo(
     console.print()
     for pair in pairs:
         for file in pair.files:
-            console.print(f"Wrote {file}", highlight=False)
+            console.print(f"Wrote {file}", soft_wrap=True)
     write_json(json, {pair.report.config["target"]: pair.report.to_json() for pair in pairs})
 
 
@@ -42,6 +43,6 @@ def examples(pair: PairDemo) -> Table:
         shown.add_column(heading)
     for told in pair.told:
         answers = (told.source, told.target, told.mapped)
-        marked = (f"{a}" if a == told.right else f"[dim]{a}[/dim]" for a in answers)
+        marked = (Text(a, style="" if a == told.right else "dim") for a in answers)
         shown.add_row(told.question, told.right, *marked)
     return shown
