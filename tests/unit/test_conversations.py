@@ -95,3 +95,5 @@ def test_a_task_without_conversations_is_refused() -> None:
 def test_a_conversation_of_the_tiny_task_needs_a_question() -> None:
     with pytest.raises(InputError, match="questions must be at least 1"):
         read_conversations(TaskConfig(questions=0), FakeWordTokenizer())
+    with pytest.raises(InputError, match="context_tokens must be at least 25 for the task tiny"):
+        read_conversations(TaskConfig(context_tokens=24), FakeWordTokenizer())

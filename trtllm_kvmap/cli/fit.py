@@ -33,10 +33,10 @@ from trtllm_kvmap.models import load_model
 @config_flags(grid=FitGrid, task_config=TaskConfig, config=EvaluationConfig)
 def fit(
     moments: Annotated[list[Path], typer.Argument(help=".moments.safetensors files of one pair")],
-    out: Annotated[Path, typer.Option(help="the .kvmap.safetensors file to write")],
     grid: FitGrid,
     task_config: TaskConfig,
     config: EvaluationConfig,
+    out: Annotated[Path | None, typer.Option(help="the .kvmap.safetensors file to write")] = None,
     source: Annotated[
         str | None, typer.Option(help="source model: to choose among several candidates")
     ] = None,
@@ -59,6 +59,8 @@ def fit(
     if estimate:
         _print_estimates(moments, candidates)
         return
+    if out is None:
+        raise InputError("fit needs --out, the file to write; only --estimate writes none.")
     require_writable(out)
     if len(candidates) == 1:
         kvmap = run_fit((MomentSet.load(path) for path in moments), candidates[0])

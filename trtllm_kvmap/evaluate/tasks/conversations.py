@@ -14,6 +14,7 @@ from trtllm_kvmap.evaluate.tasks.config import TaskConfig
 from trtllm_kvmap.evaluate.tasks.items import Item
 from trtllm_kvmap.evaluate.tasks.records import Record, read_records
 from trtllm_kvmap.evaluate.tasks.text import Tokenizer, encode, encode_bare
+from trtllm_kvmap.evaluate.tasks.tiny import require_tokens
 from trtllm_kvmap.tiny.documents import FACT_TOKENS, FRAME_TOKENS, make_document
 
 
@@ -42,6 +43,7 @@ def read_conversations(config: TaskConfig, tokenizer: Tokenizer) -> list[Convers
     if config.task == "tiny":
         if config.questions < 1:
             raise InputError("questions must be at least 1 for conversations, got 0.")
+        require_tokens(config)
         return list(_tiny(config, tokenizer))
     raise InputError(f"The task {config.task!r} has no conversations; coqa and tiny have.")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.evaluate.tasks.config import TaskConfig
 from trtllm_kvmap.evaluate.tasks.items import Item, Question
 from trtllm_kvmap.evaluate.tasks.text import Tokenizer, encode_bare
@@ -12,10 +13,23 @@ from trtllm_kvmap.tiny.documents import FACT_TOKENS, FRAME_TOKENS, make_document
 SHORTEST_DOCUMENT, FACTS = 256, (8, 24)
 
 
+LEAST_TOKENS = FRAME_TOKENS + 4 * FACT_TOKENS  # as many facts as a question has choices
+
+
+def require_tokens(config: TaskConfig) -> None:
+    """Raise InputError unless a document with a question fits into the context."""
+    if config.context_tokens < LEAST_TOKENS:
+        raise InputError(
+            f"context_tokens must be at least {LEAST_TOKENS} for the task tiny, got "
+            f"{config.context_tokens}."
+        )
+
+
 def tiny_items(config: TaskConfig, tokenizer: Tokenizer) -> list[Item]:
     """Documents of 256 tokens to ``context_tokens`` with questions, and a continuation that says
     facts of the document again (``again after anna ben``).
     """
+    require_tokens(config)
     items = []
     for index in range(config.skip, config.skip + config.num_items):
         rng = np.random.default_rng([config.seed, index])
