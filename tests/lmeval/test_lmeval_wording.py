@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from published_tasks import write_hub
 
-from trtllm_kvmap.evaluate.tasks.choice import READERS, task_records
+from trtllm_kvmap.evaluate.tasks.choice import READERS
 from trtllm_kvmap.evaluate.tasks.conversations import read_conversations
 from trtllm_kvmap.evaluate.tasks.named import TaskConfig
+from trtllm_kvmap.evaluate.tasks.published import task_records
 
 # The harness's own files, in its folder of tasks.
 UPSTREAM = {

@@ -32,6 +32,7 @@ PIQA = {
     "sol2": "leave it in rain.",
     "label": 0,
 }
+ICE = {"text": "ice", "label": "A"}
 ARC = {
     "id": "x_1",
     "question": {
@@ -186,6 +187,38 @@ def test_mmlu_as_rows_of_a_csv_file(tmp_path: Path) -> None:
         items_of(tmp_path, "mmlu", name="mmlu.csv")
 
 
+def test_what_is_no_csv_or_no_utf8_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "mmlu.csv").write_text("One?,a,b,c,d,A\n" + "x" * 200_000 + ",a,b,c,d,B\n")
+    with pytest.raises(InputError, match=r"mmlu\.csv, line 2 is not CSV \(field larger"):
+        items_of(tmp_path, "mmlu", name="mmlu.csv", num_items=2)
+    unlabelled = {key: value for key, value in PIQA.items() if key != "label"}
+    (tmp_path / "items-labels.lst").write_bytes(b"0\n\xe9\n")
+    with pytest.raises(InputError, match=r"items-labels\.lst is not UTF-8"):
+        items_of(tmp_path, "piqa", unlabelled)
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "mmlu.csv").write_text("One?,a,b,c,d,A\n", encoding="utf-8-sig")
+    (item,), tokenizer = items_of(tmp_path, "mmlu", name="mmlu.csv")
+    assert tokenizer.decode(item.context).startswith("<bos> One?")
+    (tmp_path / "arc.json").write_text(json.dumps([ARC]), encoding="utf-8-sig")
+    assert items_of(tmp_path, "arc", name="arc.json")[0][0].questions[0].label == 0
+
+
+def test_a_file_that_may_not_be_read_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """(Who runs as root may read everything.)"""
+
+    def refused(*_: object, **__: object) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", refused)
+    (tmp_path / "arc.json").touch()
+    with pytest.raises(InputError, match=r"arc\.json cannot be read \(Permission denied\)"):
+        items_of(tmp_path, "arc", name="arc.json")
+
+
 def test_a_json_file_is_a_list_or_has_one_under_data(tmp_path: Path) -> None:
     for content in ([ARC, ARC_FLAT], {"version": "1", "data": [ARC, ARC_FLAT]}):
         (tmp_path / "arc.json").write_text(json.dumps(content))
@@ -223,6 +256,14 @@ def test_json_that_python_gives_up_on_is_refused(tmp_path: Path, name: str, text
         ("arc", {**ARC, "question": {"stem": "What?"}}, "question: the field `choices` is missing"),
         ("arc", {**ARC_FLAT, "choices": {"text": ["a", "b"], "label": ["1"]}}, "needs 2 entries"),
         ("winogrande", {**WINOGRANDE, "sentence": "No blank."}, "on both sides of one _"),
+        ("winogrande", {**WINOGRANDE, "sentence": "It was _ or _ again."}, "sides of one _"),
+        (
+            "arc",
+            {**ARC_FLAT, "choices": {"text": ["a", "b"], "label": ["2", "2"]}},
+            "`choices` has one label twice: 2, 2",
+        ),
+        ("arc", {**ARC, "question": {"stem": "?", "choices": [ICE, ICE]}}, "one label twice: A, A"),
+        ("piqa", {**PIQA, "sol2": PIQA["sol1"]}, "every choice reads 'wrap it.'"),
         ("winogrande", {**WINOGRANDE, "answer": ""}, "`answer` must be one of 1, 2"),
         ("mmlu", {**MMLU, "choices": ["1"]}, "needs 4 texts, got 1"),
         ("mmlu", {**MMLU, "answer": 4}, "`answer` must be one of 0, 1, 2, 3, got 4"),
@@ -236,6 +277,22 @@ def test_a_bad_record_is_named_with_its_line_and_field(
     with pytest.raises(InputError, match=said) as caught:
         items_of(tmp_path, task, good.get(task, MMLU), record)
     assert "line 2" in str(caught.value)
+
+
+def test_choices_of_the_same_words_are_one(tmp_path: Path) -> None:
+    """Whichever of the two is right: no run ends for a record that its authors published so."""
+    labels = ["1", "2", "3", "4"]
+    texts = ["ice", "stone", "ice", "sand"]
+    records = [
+        {**ARC_FLAT, "choices": {"text": texts, "label": labels}, "answerKey": key}
+        for key in labels
+    ]
+    items, tokenizer = items_of(tmp_path, "arc", *records)
+    for item, right in zip(items, [0, 1, 0, 2], strict=True):
+        (question,) = item.questions
+        assert [tokenizer.decode(c) for c in question.choices] == ["ice", "stone", "sand"]
+        assert (question.label, question.characters) == (right, (3, 5, 4))
+        assert item.continuation == question.choices[right]
 
 
 def test_a_question_refuses_counts_that_do_not_fit() -> None:
@@ -257,3 +314,6 @@ def test_a_folder_stands_for_the_file_of_each_task(tmp_path: Path) -> None:
     (tmp_path / "piqa_train.jsonl").write_text("")
     with pytest.raises(InputError, match="holds 2 files"):
         named_task(config, "piqa")
+    assert named_task(config, "mmlu").data == str(tmp_path)  # the subjects' files may be here
+    (tmp_path / "mmlu").mkdir()
+    assert named_task(config, "mmlu").data == str(tmp_path / "mmlu")

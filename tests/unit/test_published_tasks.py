@@ -11,9 +11,10 @@ from published_tasks import COQA, COUNTS, HELLASWAG, MMLU, write_authors, write_
 from word_tokenizer import FakeWordTokenizer
 
 from trtllm_kvmap.errors import InputError
-from trtllm_kvmap.evaluate.tasks.choice import READERS, Choices, task_records
+from trtllm_kvmap.evaluate.tasks.choice import READERS, Choices
 from trtllm_kvmap.evaluate.tasks.conversations import read_conversations
 from trtllm_kvmap.evaluate.tasks.named import TaskConfig, read_items
+from trtllm_kvmap.evaluate.tasks.published import task_records
 
 MMLU_HEAD = "The following are multiple choice questions (with answers) about abstract algebra."
 # What is handed over, the choices as they follow it after a space, and the right one.
@@ -135,6 +136,29 @@ def test_the_subject_is_in_the_name_of_the_file(
     assert found.context.startswith(
         "Two?" if about is None else MMLU_HEAD.replace(" about abstract algebra", about)
     )
+
+
+def test_a_folder_of_mmlu_gives_each_subject_its_turn(tmp_path: Path) -> None:
+    for subject, count in (("anatomy", 1), ("world_religions", 3), ("law", 2)):
+        rows = [f"{subject} {i}?,1,2,3,4,B\n" for i in range(count)]
+        (tmp_path / f"{subject}_test.csv").write_text("".join(rows))
+    (tmp_path / "README.txt").write_text("about")
+    asked = [found.context.split("\n\n")[-1].split("\n")[0] for found in read("mmlu", tmp_path)]
+    assert asked == [
+        "anatomy 0?",
+        "law 0?",
+        "world_religions 0?",
+        "law 1?",
+        "world_religions 1?",
+        "world_religions 2?",
+    ]
+    assert "about world religions." in read("mmlu", tmp_path)[-1].context
+    (tmp_path / "law_val.csv").write_text("law?,1,2,3,4,B\n")
+    with pytest.raises(InputError, match=r"holds 4 files .* of the splits test, val"):
+        read("mmlu", tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match=r"holds 0 files .* of the splits none"):
+        read("mmlu", tmp_path / "empty")
 
 
 def test_a_context_of_two_empty_halves_is_refused(tmp_path: Path) -> None:

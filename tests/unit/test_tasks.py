@@ -124,7 +124,7 @@ def test_hellaswag_counts_its_skip_in_lines(
             '{"ctx": "the", "endings": ["boy", "boy"], "label": 5}',
             "field `label` must be one of 0, 1",
         ),
-        ('{"ctx": "the", "endings": ["boy", "boy"], "label": 0}', "the same tokens"),
+        ('{"ctx": "the", "endings": ["boy", "boy"], "label": 0}', "every choice reads 'boy'"),
         ('{"ctx": "the", "endings": ["boy"], "label": 0}', "at least two choices"),
         ('{"ctx": "the", "endings": ["boy", "xylophone"], "label": 0}', "cannot write"),
         ("[1]", "line 2"),

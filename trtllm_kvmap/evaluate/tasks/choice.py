@@ -8,20 +8,17 @@ log-probability after it; ``length_normalised`` divides that by the choice's len
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.evaluate.tasks.config import TaskConfig
 from trtllm_kvmap.evaluate.tasks.items import Item, Question
-from trtllm_kvmap.evaluate.tasks.records import Record, read_records
+from trtllm_kvmap.evaluate.tasks.published import LETTERS, task_records
+from trtllm_kvmap.evaluate.tasks.records import Record
 from trtllm_kvmap.evaluate.tasks.text import Tokenizer, encode, encode_after
 
-LETTERS = ("A", "B", "C", "D")
-MMLU_COLUMNS = ("question", *LETTERS, "answer")
-MMLU_FILE = re.compile(r"(?!mmlu_[a-z]+\.)(?:mmlu_)?(\w+)_(?:test|val|dev)\.csv")
 # What is done to HellaSwag's text, in order: `[title]` starts a sentence, other bracketed words are
 # layout of WikiHow pages. The space that stays where a mark stood is the harness's too.
 HELLASWAG_MARKS = ((r" \[title\]", ". "), (r"\[.*?\]", ""), ("  ", " "))
@@ -85,6 +82,8 @@ def arc(record: Record) -> Choices:
         stem, listed = question.text("stem"), question.objects("choices")
         texts = [choice.text("text") for choice in listed]
         labels = [choice.text("label") for choice in listed]
+    if len(set(labels)) < len(labels):
+        record.refuse("choices", f"has one label twice: {', '.join(labels)}")
     return Choices(_asked(stem), tuple(texts), record.label("answerKey", labels))
 
 
@@ -97,7 +96,7 @@ def winogrande(record: Record) -> Choices:
     """
     sentence = record.text("sentence")
     before, blank, after = sentence.partition("_")
-    if not blank or not before.strip() or not after.strip():
+    if not blank or "_" in after or not before.strip() or not after.strip():
         record.refuse("sentence", f"needs words on both sides of one _, got {sentence!r}")
     options = record.text("option1"), record.text("option2")
     return Choices(
@@ -153,10 +152,26 @@ def choice_items(config: TaskConfig, tokenizer: Tokenizer) -> list[Item]:
     for record in records:
         choices = READERS[config.task](record)
         try:
-            items.append(_item(choices, tokenizer))
+            items.append(_item(_distinct(choices), tokenizer))
         except InputError as error:
             raise InputError(f"{record.where}: {error}") from error
     return items
+
+
+def _distinct(asked: Choices) -> Choices:
+    """Choices of the same words are one choice. Raises InputError when all are the same."""
+    kept = [i for i, words in enumerate(asked.choices) if asked.choices.index(words) == i]
+    if len(kept) < 2 <= len(asked.choices):
+        raise InputError(
+            f"every choice reads {asked.choices[0]!r}, so there is nothing to choose; take the "
+            f"record out of the file."
+        )
+    return Choices(
+        asked.context,
+        tuple(asked.choices[i] for i in kept),
+        kept.index(asked.choices.index(asked.choices[asked.label])),
+        tuple(asked.given[i] for i in kept) if asked.given else (),
+    )
 
 
 def _item(asked: Choices, tokenizer: Tokenizer) -> Item:
@@ -171,27 +186,6 @@ def _item(asked: Choices, tokenizer: Tokenizer) -> Item:
         characters=tuple(len(c) - n for c, n in zip(asked.choices, unscored, strict=True)),
     )
     return Item(encode(tokenizer, asked.context), (question,), tokens[asked.label])
-
-
-def task_records(config: TaskConfig) -> Iterator[Record]:
-    """The records of ``config.data`` with what stands beside them: MMLU's subject in the file's
-    name, PIQA's labels in a second file.
-    """
-    columns = MMLU_COLUMNS if config.task == "mmlu" else ()
-    records = read_records(config.task, config.data, columns)
-    subject = MMLU_FILE.fullmatch(Path(config.data).name)
-    if config.task == "mmlu" and subject:
-        for record in records:
-            yield Record(record.where, record.number, {**record.fields, "subject": subject[1]})
-        return
-    labels = Path(config.data).with_suffix("").as_posix() + "-labels.lst"
-    if config.task != "piqa" or not Path(labels).is_file():
-        yield from records
-        return
-    lines = Path(labels).read_text(encoding="utf-8").split()
-    for record in records:
-        label = {"label": lines[record.number]} if record.number < len(lines) else {}
-        yield Record(record.where, record.number, {**label, **record.fields})
 
 
 def _asked(question: str) -> str:

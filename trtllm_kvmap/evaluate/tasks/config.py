@@ -17,7 +17,8 @@ class TaskConfig:
         default="tiny", metadata={"help": "tiny, text, or a task of docs/tasks.md (hellaswag ...)"}
     )
     data: str = field(
-        default="", metadata={"help": "the task's file (tiny and generated tasks need none)"}
+        default="",
+        metadata={"help": "the task's file, or MMLU's folder (tiny and generated tasks need none)"},
     )
     num_items: int = field(default=60, metadata={"help": "how many items to read"})
     skip: int = field(default=0, metadata={"help": "how many items of the task to pass over first"})

@@ -65,19 +65,25 @@ GENERATED = ("tiny", *TELLERS)
 
 def named_task(config: TaskConfig, task: str) -> TaskConfig:
     """``config`` for one of several tasks: a ``data`` that is a folder stands for the one file in
-    it whose name begins with the task's. Raises InputError when there is none, or more than one.
+    it whose name begins with the task's (or the folder, of MMLU). Raises InputError when there is
+    none, or more than one.
     """
-    folder = Path(config.data)
+    folder, same = Path(config.data), replace(config, task=task)
     if task in GENERATED or not config.data or not folder.is_dir():
-        return replace(config, task=task)
+        return same
     found = sorted(
         file
         for file in folder.iterdir()
-        if file.name.startswith(task) and file.suffix in (".json", ".jsonl", ".csv", ".txt")
+        if file.name.startswith(task)
+        and (
+            file.suffix in (".json", ".jsonl", ".csv", ".txt") or (task == "mmlu" and file.is_dir())
+        )
     )
+    if task == "mmlu" and not found:
+        return same
     if len(found) != 1:
         raise InputError(
             f"The folder {folder} holds {len(found)} files whose names begin with {task!r}; one "
             f"is needed, as {task}.jsonl."
         )
-    return replace(config, task=task, data=str(found[0]))
+    return replace(same, data=str(found[0]))

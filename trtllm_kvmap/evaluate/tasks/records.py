@@ -97,13 +97,21 @@ def read_records(task: str, data: str, columns: Sequence[str] = ()) -> Iterator[
 def _csv(data: str, text: str, columns: Sequence[str]) -> Iterator[Record]:
     if not columns:
         raise InputError(f"{data} is a .csv file; this task is published as JSON.")
-    for number, row in enumerate(csv.reader(io.StringIO(text))):
+    for number, row in enumerate(_rows(data, text)):
         where = f"{data}, row {number + 1}"
         if len(row) != len(columns):
             raise InputError(
                 f"{where} has {len(row)} columns; {len(columns)} are needed: {', '.join(columns)}."
             )
         yield Record(where, number, dict(zip(columns, row, strict=True)))
+
+
+def _rows(data: str, text: str) -> Iterator[list[str]]:
+    rows = csv.reader(io.StringIO(text))
+    try:
+        yield from rows
+    except csv.Error as error:
+        raise InputError(f"{data}, line {rows.line_num} is not CSV ({error}).") from error
 
 
 def _document(data: str, text: str) -> Any:

@@ -91,7 +91,7 @@ ENGLISH = Wording(
     ask_linked="The code of the {key} is",
     ask_seen="Of all the signs, most said",
     joined=" and ",
-    hops=4,
+    hops=3,
 )
 TINY = Wording(
     opening="<bos>",

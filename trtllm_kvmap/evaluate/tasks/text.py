@@ -32,13 +32,17 @@ def encode_after(tokenizer: Tokenizer, context: str, text: str) -> tuple[int, ..
 
 
 def read_text(task: str, data: str) -> str:
-    """The content of a task's file. Raises InputError for a file that is missing or not UTF-8."""
+    """The content of a task's file, without a byte order mark. Raises InputError for a file that is
+    missing, cannot be read or is not UTF-8.
+    """
     path = Path(data)
     if not data:
         raise InputError(f"The task {task!r} needs a file; give one as data (--data FILE).")
-    if not path.is_file():
-        raise InputError(f"The task {task!r} needs a file; there is none at {data!r}.")
     try:
-        return path.read_text(encoding="utf-8")
+        if not path.is_file():
+            raise InputError(f"The task {task!r} needs a file; there is none at {data!r}.")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise InputError(f"{data} is not UTF-8 text ({error}).") from error
+        raise InputError(f"{data} is not UTF-8 text ({error}); convert it first.") from error
+    except OSError as error:
+        raise InputError(f"{data} cannot be read ({error.strerror}).") from error
