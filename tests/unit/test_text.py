@@ -37,6 +37,40 @@ def test_a_plain_text_file_is_one_document(tmp_path: Path, loaded: LoadedModel) 
     assert read(path, loaded) == [ids("<bos> after anna ben near again after anna ben near")]
 
 
+def test_a_byte_order_mark_is_no_text(tmp_path: Path, loaded: LoadedModel) -> None:
+    (tmp_path / "a.txt").write_text("after anna ben", encoding="utf-8-sig")
+    (tmp_path / "b.jsonl").write_text('{"text": "after anna ben"}', encoding="utf-8-sig")
+    assert read(tmp_path, loaded) == [ids("after anna ben")] * 2
+
+
+@pytest.mark.parametrize(
+    "line", ["[" * 100_000, '{"token_ids":[' + "1" * 5000 + "]}", '{"text": "\\ud800 anna ben"}']
+)
+def test_lines_that_python_gives_up_on_are_named(
+    tmp_path: Path, loaded: LoadedModel, line: str
+) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "after anna ben"}\n' + line)
+    with pytest.raises(InputError, match=r"a\.jsonl, line 2,"):
+        read(tmp_path, loaded)
+
+
+def test_a_file_that_may_not_be_read_is_a_sentence(
+    tmp_path: Path, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """(Who runs as root may read everything.)"""
+
+    def refused(*_: object, **__: object) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / "a.txt").touch()
+    monkeypatch.setattr(Path, "read_text", refused)
+    with pytest.raises(InputError, match=r"a\.txt cannot be read \(Permission denied\)"):
+        read(tmp_path, loaded)
+    monkeypatch.setattr(Path, "iterdir", refused)
+    with pytest.raises(InputError, match=r"cannot be read \(Permission denied\)"):
+        read(tmp_path, loaded)
+
+
 def test_jsonl_mixes_text_and_token_ids(tmp_path: Path, loaded: LoadedModel) -> None:
     path = tmp_path / "a.jsonl"
     # U+2028 ends a line for str.splitlines, but not in JSON lines.

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from trtllm_kvmap.errors import InputError
 
 
@@ -34,20 +36,26 @@ def whole_file(path: str | Path) -> Iterator[Path]:
     """A temporary file in the folder of ``path`` (made if needed) that takes its name on success.
 
     An exception inside, or a kill, leaves whatever stood at ``path`` before. Raises InputError when
-    no file can be written there.
+    no file can be written there, a full disk included.
     """
     path = Path(path)
     require_writable(path)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
-    temporary = Path(name)
+    temporary: Path | None = None
     try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        os.close(handle)
+        temporary = Path(name)
         yield temporary
         temporary.chmod(0o644)  # mkstemp makes files that only their owner may read
         temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    except (OSError, SafetensorError) as error:
+        raise InputError(
+            f"{path} could not be written ({error}); what stood there before is as it was. Make "
+            f"room, or give another path."
+        ) from error
+    finally:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
 
 
 def write_text(path: str | Path, text: str) -> None:

@@ -42,10 +42,10 @@ def read_documents(
     """The documents of ``path``, tokenised by ``loaded``'s tokenizer, each of ``min_tokens`` to
     ``max_tokens`` tokens.
 
-    Raises InputError, naming file and line, for a file that is missing, empty, not UTF-8 or not
-    JSON, a line without a usable field, a document of fewer than ``min_tokens``, token ids the
-    model does not know, or text for a model without a tokenizer. A last window that is too short is
-    left out.
+    Raises InputError, naming file and line, for a file that is missing, unreadable, empty, not
+    UTF-8 or not JSON, a line without a usable field, a document of fewer than ``min_tokens``, token
+    ids the model does not know, or text for a model without a tokenizer. A last window that is too
+    short is left out.
     """
     documents: list[list[int]] = []
     for file in _files(Path(path)):
@@ -82,11 +82,14 @@ def shared_prefix(documents: Sequence[Sequence[int]], limit: int) -> list[int]:
 
 
 def _files(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        raise InputError(f"There is no file or folder {path}; give text to calibrate on.")
-    files = sorted(file for file in path.iterdir() if file.is_file())
+    try:
+        if path.is_file():
+            return [path]
+        if not path.is_dir():
+            raise InputError(f"There is no file or folder {path}; give text to calibrate on.")
+        files = sorted(file for file in path.iterdir() if file.is_file())
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror}).") from error
     if not files:
         raise InputError(f"The folder {path} holds no file; give text to calibrate on.")
     return files
@@ -95,9 +98,11 @@ def _files(path: Path) -> list[Path]:
 def _contents(file: Path) -> Iterator[tuple[str, Content]]:
     """The documents of one file, each with its place for complaints."""
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(f"{file} is not UTF-8 text ({error}); convert it first.") from error
+    except OSError as error:
+        raise InputError(f"{file} cannot be read ({error.strerror}).") from error
     if not text.strip():
         raise InputError(f"{file} is empty; give text to calibrate on.")
     if file.suffix != ".jsonl":
@@ -112,7 +117,7 @@ def _contents(file: Path) -> Iterator[tuple[str, Content]]:
 def _content_of_line(line: str, where: str) -> Content:
     try:
         entry = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{where} is not JSON ({error}); mend or remove the line.") from error
     fields = entry if isinstance(entry, dict) else {}
     ids, text = fields.get("token_ids"), fields.get("text")
