@@ -125,6 +125,12 @@ def test_a_rank_that_is_full_changes_nothing() -> None:
         assert other.second is None
 
 
+def test_a_rank_beyond_the_matrix_is_refused() -> None:
+    moments = ROWS.moment_set()  # pooled over 2 layers: 16 columns to 12
+    with pytest.raises(InputError, match=r"rank 13 is more than .*16 x 12.* at most 12"):
+        fit(moments, replace(POOLED, rank=13))
+
+
 def test_output_needs_a_metric() -> None:
     with pytest.raises(MismatchError, match="calibrate with weighting sensitivity or attention"):
         fit(ROWS.moment_set(), replace(POOLED, rank=2, cut="output"))

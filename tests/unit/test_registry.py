@@ -337,8 +337,9 @@ def test_the_command_line_lists_verifies_and_finds(
     run("registry", "add", folder, file)
     run("registry", "verify", folder)
     (folder / "torn.kvmap.safetensors").write_bytes(b"torn")
-    run("registry", "list", folder, "--json", out)
+    listed = run("registry", "list", folder, "--json", out)
     said = json.loads(out.read_text())
+    assert said["maps"][0]["path"] in listed.splitlines()  # whole, to be copied
     assert [m["gap_recovered"] for m in said["maps"]] == [0.6]
     assert [u["path"] for u in said["unusable"]] == ["torn.kvmap.safetensors"]
     shown = run("registry", "verify", folder, "--json", out, status=1)

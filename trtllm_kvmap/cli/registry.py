@@ -9,7 +9,6 @@ from typing import Annotated, TypeVar
 
 import typer
 from rich.table import Table
-from rich.text import Text
 
 from trtllm_kvmap.artifact.entry import Entry, Unusable
 from trtllm_kvmap.artifact.kvmap import KvMap
@@ -172,18 +171,16 @@ def qwen3() -> list[ModelSpec]:
 
 
 def _print(entries: list[Entry]) -> None:
-    table = Table(box=None, pad_edge=False)
-    for heading in ("map", "source", "target", "scope", "size", "gap recovered", "signed"):
-        table.add_column(heading, overflow="fold")
+    """A map's name stands alone on its line, never folded, so that it can be copied."""
     for entry in entries:
         gap = "-" if entry.gap_recovered is None else f"{entry.gap_recovered:.2f}"
-        cells = (
-            *(entry.path, entry.source.name, entry.target.name, entry.scope),
-            *(say_bytes(entry.size), gap if entry.proven else "unproven"),
-            "yes" if entry.signed else "no",
+        said = (
+            f"  {entry.source.name} to {entry.target.name}: {entry.scope}, "
+            f"{say_bytes(entry.size)}, {f'gap recovered {gap}' if entry.proven else 'unproven'}, "
+            f"{'signed' if entry.signed else 'not signed'}"
         )
-        table.add_row(*(Text(str(cell)) for cell in cells))
-    console.print(table)
+        for line in (entry.path, said):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _bytes(path: Path | None) -> bytes | None:

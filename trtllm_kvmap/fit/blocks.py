@@ -94,6 +94,11 @@ def fit_blocks(
 def _fitted(factor: Factor, targets: Block, config: FitConfig) -> FittedGroup:
     solution = factor.solve(targets)
     weight, second = solution.weight, None
+    if config.rank > min(weight.shape):
+        raise InputError(
+            f"rank {config.rank} is more than the matrix of the {describe(targets)} has, which is "
+            f"{weight.shape[0]} x {weight.shape[1]}; give at most {min(weight.shape)}."
+        )
     if 0 < config.rank < min(weight.shape):
         down, up = truncate(factor, weight, targets, config.rank, config.cut)
         solution = factor.judge(down @ up, targets)
