@@ -306,6 +306,27 @@ def test_weights_that_overflow_their_type_are_refused() -> None:
     assert stored.weight.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("options", [{}, {"scope": "pooled", "k": 2}, {"scope": "head", "k": 1}])
+def test_a_map_that_would_read_nothing_is_refused(options: dict, dtype: str) -> None:
+    moments = draw_rows(*OTHER_WIDTH).moment_set()
+    with pytest.raises(NumericsError, match=r"weights for .* are zero: with a ridge of 1e\+300"):
+        fit(moments, FitConfig(**options, dtype=dtype, ridge=1e300))
+    with pytest.raises(NumericsError, match="would read nothing"):
+        fit(moments, FitConfig(**options, rank=2, ridge=1e300))
+
+
+@pytest.mark.parametrize("value", [0.0, 4.0])
+def test_a_target_head_that_never_varies_needs_no_weights(value: float) -> None:
+    rows = draw_rows(*OTHER_WIDTH)
+    still = Slice("target", "value", 2, 1)
+    rows.values[still] = np.full_like(rows.values[still], value)
+    kvmap = fit(rows.moment_set(), FitConfig(scope="head", k=2, dtype="float16"))
+    (group,) = [g for g in kvmap.groups if still in targets_of(g)]
+    assert not group.weight.any()  # rounding is all there is, and float16 has no such numbers
+    np.testing.assert_allclose(group.bias, value)
+
+
 @pytest.mark.parametrize(
     ("shapes", "config", "reason"),
     [

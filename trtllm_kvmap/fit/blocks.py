@@ -10,7 +10,7 @@ import torch
 from trtllm_kvmap.artifact.group import HeadGroup
 from trtllm_kvmap.artifact.second import SecondTerm
 from trtllm_kvmap.errors import InputError, MismatchError, NumericsError
-from trtllm_kvmap.fit.centred import CentredPart, describe
+from trtllm_kvmap.fit.centred import CONSTANT, CentredPart, describe
 from trtllm_kvmap.fit.config import FitConfig
 from trtllm_kvmap.fit.lowrank import truncate
 from trtllm_kvmap.fit.ridge import Factor, factorise, r2_of, singular_error
@@ -109,6 +109,13 @@ def _fitted(factor: Factor, targets: Block, config: FitConfig) -> FittedGroup:
             f"The weights for the {describe(targets)} do not fit into {config.dtype}; store them "
             f"as float32 or bfloat16, or raise the ridge."
         )
+    matrices = [stored] if second is None else [second.down, second.up]
+    reads = all(m is not None and bool(m.float().any()) for m in matrices)
+    if not reads and _vary(factor.part, targets):
+        raise NumericsError(
+            f"All weights for the {describe(targets)} are zero: with a ridge of {config.ridge:g} "
+            f"the map would read nothing and put the mean everywhere. Fit with a smaller ridge."
+        )
     group = HeadGroup(
         field=targets[0].field,
         layer=targets[0].layer,
@@ -121,6 +128,12 @@ def _fitted(factor: Factor, targets: Block, config: FitConfig) -> FittedGroup:
     )
     errors, variances = (x.chunk(len(targets)) for x in (solution.error, solution.variance))
     return FittedGroup(group, tuple(map(r2_of, errors, variances)))
+
+
+def _vary(part: CentredPart, targets: Block) -> bool:
+    """False for target heads that are constant over the text: their bias alone is exact."""
+    square = part.moments.target_square[part.target_columns(targets)]
+    return bool(part.target_variance(targets).sum() > CONSTANT * square.sum())
 
 
 def store(weight: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor | None]:
