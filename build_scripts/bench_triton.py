@@ -31,6 +31,7 @@ import torch
 from bench_handoff import map_between
 from triton_server import TritonServer, version
 
+from trtllm_kvmap.artifact.evidence import CONTROLS
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.evaluate.measure_speeds import measure_speeds
 from trtllm_kvmap.models import LoadedModel, load_model
@@ -53,6 +54,7 @@ EVIDENCE = {
     "arms": {"source": {"nll": FIGURE}, "target": {"nll": {**FIGURE, "value": 0.5}}},
     "gap_recovered": FIGURE,
     "perplexity_ratio": FIGURE,
+    "controls": dict.fromkeys(CONTROLS, "passed"),
 }
 NOT_SERVED = {"x-vsr-kv-mapper-id": "none"}  # the target reads the prompt itself
 

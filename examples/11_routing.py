@@ -5,6 +5,7 @@ python examples/11_routing.py [--validate]
 
 import sys
 
+from trtllm_kvmap.artifact.evidence import CONTROLS
 from trtllm_kvmap.decode.routing.routing import Situation, route
 from trtllm_kvmap.decode.routing.speeds import Speeds, Timing, bytes_per_token
 from trtllm_kvmap.decode.routing.vouched import RoutingPolicy
@@ -34,6 +35,7 @@ evidence = {
     },
     "gap_recovered": interval,
     "perplexity_ratio": {"value": 1.03, "low": 1.02, "high": 1.04},
+    "controls": dict.fromkeys(CONTROLS, "passed"),
 }
 
 sizes = {"bytes_per_token": bytes_per_token(source), "max_positions": target.max_positions}

@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "build_scripts"))
 
 from triton_server import TritonServer
 
+from trtllm_kvmap.artifact.evidence import CONTROLS
 from trtllm_kvmap.models import LoadedModel
 from trtllm_kvmap.serve.settings import ServeConfig
 
@@ -21,6 +22,7 @@ REPORT = {
     "arms": {"source": {"nll": FIGURE}, "target": {"nll": FIGURE | {"value": 0.5}}},
     "gap_recovered": FIGURE,
     "perplexity_ratio": FIGURE,
+    "controls": dict.fromkeys(CONTROLS, "passed"),
 }
 
 

@@ -162,3 +162,21 @@ def test_a_header_with_nan_writes_nothing(path: Path) -> None:
         write_container(path, "thing", 3, {"loss": float("nan")}, tensors())
     assert path.read_bytes() == before
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["[" * 100_000, '{"kind":' + "1" * 5000 + "}", '{"kind":NaN}', "[1]", "{"],
+    ids=["deep", "endless integer", "not a number", "list", "torn"],
+)
+def test_a_header_that_json_cannot_hold_is_refused(tmp_path: Path, value: str) -> None:
+    save_file({}, tmp_path / "m", metadata={HEADER_KEY: value})
+    assert str(tmp_path / "m") in refused(tmp_path / "m")
+
+
+def test_content_that_could_not_have_been_written_is_refused(path: Path) -> None:
+    """Nested as deeply as reading just allows, or holding what JSON has no word for."""
+    before, after = '{"kind":"thing","version":3,"digest":"0","content":{"a":', "}}"
+    for text in ("NaN", "1e999", *("[" * n + "]" * n for n in range(900, 1000))):
+        save_file(tensors(), path, metadata={HEADER_KEY: before + text + after})
+        refused(path)

@@ -6,22 +6,48 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
 from evaluate_cases import ITEMS, QUICK
 from handmade_maps import random_map
 
+from trtllm_kvmap.artifact.evidence import CONTROLS, unproven
 from trtllm_kvmap.artifact.kvmap import KvMap
+from trtllm_kvmap.calibrate.config import CalibrationConfig
+from trtllm_kvmap.calibrate.run import calibrate
 from trtllm_kvmap.errors import UnprovenError
 from trtllm_kvmap.evaluate import arms, controls
+from trtllm_kvmap.evaluate.bootstrap import draw
 from trtllm_kvmap.evaluate.reading import Reading, read_item
-from trtllm_kvmap.evaluate.run import evaluate
+from trtllm_kvmap.evaluate.report.report import evidence
+from trtllm_kvmap.evaluate.run import EvaluationConfig, evaluate
+from trtllm_kvmap.evaluate.score import Score
+from trtllm_kvmap.evaluate.summary import Draws
+from trtllm_kvmap.evaluate.tasks.config import TaskConfig
+from trtllm_kvmap.evaluate.tasks.named import read_items
+from trtllm_kvmap.fit import FitConfig, fit
 from trtllm_kvmap.inject.hf_cache import view_pool
 from trtllm_kvmap.mapper.pool import KvPool
-from trtllm_kvmap.models import LoadedModel
+from trtllm_kvmap.models import LoadedModel, load_model
+from trtllm_kvmap.tiny import model_folder
+from trtllm_kvmap.tiny.documents import mostly_facts
 
 
 @pytest.fixture(scope="module")
 def pair(random_model: Callable) -> tuple[LoadedModel, LoadedModel]:
     return random_model("qwen3", seed=1), random_model("qwen3", seed=2, layers=3)
+
+
+Tiny = tuple[LoadedModel, LoadedModel, KvMap]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """A trained pair and a map fitted for it."""
+    source, target = load_model(model_folder("tiny-s")), load_model(model_folder("tiny-m"))
+    documents = [target.tokenise(text) for text in mostly_facts(seed=1, count=40)]
+    folder = tmp_path_factory.mktemp("moments")
+    moments = calibrate(source, target, documents, CalibrationConfig(), folder / "m")
+    return source, target, fit(moments, FitConfig(n=8))
 
 
 @pytest.fixture(scope="module")
@@ -78,30 +104,86 @@ def test_unlike_bytes_and_unseen_corruption_fail(
         controls.run_controls(kvmap, reading)
 
 
-def figures_of(**arm_values: tuple[float | None, float | None]) -> dict:
-    def entry(low: float | None, high: float | None) -> dict:
-        return {"value": low, "low": low, "high": high}
+def draws_of(metric: str, **per_document: tuple[float, ...]) -> dict[str, Draws]:
+    """Draws of arms whose documents, of ten questions and ten tokens each, scored so many answers
+    or nats a token."""
 
-    names = ("wrong_document", "no_context", "mapped")
-    return {
-        name: {
-            "accuracy": entry(*arm_values.get(f"{name}_accuracy", (None, None))),
-            "nll": entry(*arm_values.get(f"{name}_nll", (None, None))),
-        }
-        for name in names
-    }
+    def made(values: tuple[float, ...]) -> Draws:
+        right = [round(10 * v) if metric == "accuracy" else 0 for v in values]
+        nats = [0.0 if metric == "accuracy" else 10 * v for v in values]
+        asked = 10 if metric == "accuracy" else 0
+        scores = [Score(c, asked, 2.5, n, 10, 0, 0, 1) for c, n in zip(right, nats, strict=True)]
+        return Draws(scores, draw(len(values), 400, 0))
+
+    return {name: made(values) for name, values in per_document.items()}
 
 
-def test_a_wrong_document_must_not_help() -> None:
-    chance = figures_of(wrong_document_accuracy=(0.2, 0.35), no_context_accuracy=(0.18, 0.3))
-    assert controls.check_wrong_document(chance) == "passed"
-    knowing = figures_of(wrong_document_accuracy=(0.31, 0.4), no_context_accuracy=(0.18, 0.3))
+LOSSES = (0.5, 3.0, 1.25, 2.0, 4.0, 1.0)  # documents differ far more than arms do
+
+
+def check_nll(wrong: tuple[float, ...], arm: str = "mapped") -> str:
+    twin = "wrong_document" if arm == "mapped" else "wrong_document_repaired"
+    given = {"wrong_document": LOSSES, "no_context": LOSSES, "mapped": LOSSES}
+    return controls.check_wrong_document(
+        draws_of("nll", **given | {arm: LOSSES, twin: wrong}), arm, "nll"
+    )
+
+
+def test_the_right_document_must_do_better_pair_by_pair() -> None:
+    """A gain of 0.02 nats on every document shows; so does the lack of any."""
+    assert check_nll(tuple(loss + 0.02 for loss in LOSSES)) == "passed"
+    assert check_nll(LOSSES).startswith(
+        "not judged: the right document over a wrong one gains 0 [0 0]"
+    )
+    unsure = tuple(loss + d for loss, d in zip(LOSSES, (0.1, -0.1) * 3, strict=True))
+    assert "reaches zero" in check_nll(unsure)
+    with pytest.raises(UnprovenError, match=r"worse than a wrong one, by -0\.02 .* in nll"):
+        check_nll(tuple(loss - 0.02 for loss in LOSSES))
+
+
+def test_the_arm_that_is_reported_has_its_own_wrong_document() -> None:
+    arm = "mapped_repaired_32"
+    assert "reaches zero" in check_nll(LOSSES, arm)
+    assert check_nll(tuple(loss + 0.02 for loss in LOSSES), arm) == "passed"
+
+
+def test_answers_must_come_from_the_right_document() -> None:
+    right, wrong, none = (0.9, 0.5, 0.7, 0.8), (0.3, 0.2, 0.4, 0.3), (0.3, 0.2, 0.2, 0.3)
+
+    def check(**changed: tuple[float, ...]) -> str:
+        given = {"mapped": right, "wrong_document": wrong, "no_context": none} | changed
+        return controls.check_wrong_document(draws_of("accuracy", **given), "mapped", "accuracy")
+
+    assert check() == "passed"
+    assert check(mapped=wrong).startswith("not judged")
+    with pytest.raises(UnprovenError, match="worse than a wrong one"):
+        check(mapped=(0.1, 0.1, 0.1, 0.1))
+    with pytest.raises(UnprovenError, match="lies above that of no context"):
+        check(wrong_document=(0.5, 0.5, 0.4, 0.5), mapped=(1.0, 1.0, 1.0, 1.0))
+    alone = draws_of("accuracy", mapped=right, no_context=none)
+    said = controls.check_wrong_document(alone, "mapped", "accuracy")
+    assert said.startswith("not judged: there is no other document")
+
+
+@pytest.mark.parametrize("metric", ["nll", "accuracy"])
+def test_a_map_that_reads_nothing_is_not_proven(tiny: Tiny, metric: str) -> None:
+    """Every matrix zero: the target sees the bias, the same for all documents. Both report, and
+    only the map that reads earns evidence."""
+    source, target, fitted = tiny
+    items = read_items(TaskConfig(num_items=6, context_tokens=160, seed=77), target.tokenizer)
+    config = EvaluationConfig(metric=metric, first_tokens=4, repair_window=8, resamples=200)
+    zeroed = tuple(
+        g if g.weight is None else replace(g, weight=torch.zeros_like(g.weight))
+        for g in fitted.groups
+    )
+    reads = evaluate(fitted, source, target, items, config)
+    assert reads.controls["wrong_document"] == "passed"
+    assert not unproven(evidence(reads))
+    deaf = evaluate(replace(fitted, groups=zeroed), source, target, items, config)
+    assert "reaches zero" in deaf.controls["wrong_document"]
     with pytest.raises(UnprovenError, match="wrong_document"):
-        controls.check_wrong_document(knowing)
-    worse = figures_of(wrong_document_nll=(2.7, 2.9), mapped_nll=(2.0, 2.1))
-    assert controls.check_wrong_document(worse) == "passed"
-    better = figures_of(wrong_document_nll=(1.7, 1.9), mapped_nll=(2.0, 2.1))
-    with pytest.raises(UnprovenError, match="right document"):
-        controls.check_wrong_document(better)
-    alone = {**chance, "wrong_document": {"refused": "one item"}}
-    assert controls.check_wrong_document(alone) == "not judged: one item"
+        evidence(deaf)
+
+
+def test_evidence_names_every_control_that_runs() -> None:
+    assert (*controls.CONTROLS, "wrong_document") == CONTROLS

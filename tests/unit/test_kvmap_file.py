@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from evidence_case import whole_evidence
 from safetensors import safe_open
 
 from trtllm_kvmap.artifact.container import HEADER_KEY, read_container, write_container
@@ -39,7 +40,7 @@ LONG = RopeParams(
 )
 TARGET = ModelSpec("t", "phi3", 2, 2, 2, 4, 11, 128, LONG, dtype="bfloat16")
 OWN = Slice("target", "key", 0, 1)
-EVIDENCE = {"gap_recovered": 0.7, "documents": 12}
+EVIDENCE = whole_evidence(0.7)
 
 
 def make_map(**changes: Any) -> KvMap:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from evidence_case import whole_evidence, without_a_gap
 from fit_rows import make_spec
 from handmade_maps import random_map
 from typer.testing import CliRunner
@@ -35,12 +37,8 @@ def pair(random_model: Callable) -> Pair:
     return random_model("qwen3", seed=1), random_model("qwen3", seed=2, layers=3)
 
 
-def evidence(gap: float, control: str = "passed") -> dict[str, Any]:
-    return {"gap_recovered": {"value": gap, "low": gap, "high": gap}, "controls": {"c": control}}
-
-
 def proven(pair: Pair, gap: float = 0.5, **options: Any) -> KvMap:
-    return random_map(*pair, **options).with_evidence(evidence(gap))
+    return random_map(*pair, **options).with_evidence(whole_evidence(gap))
 
 
 def prints(pair: Pair) -> tuple[Any, Any]:
@@ -114,7 +112,7 @@ def test_the_best_proven_map_comes_first(tmp_path: Path, pair: Pair) -> None:
         registry.add(proven(pair, gap))
     registry.add(random_map(*pair))
     assert [e.gap_recovered for e in registry.find(*prints(pair))] == [0.7, 0.4, 0.2, None]
-    assert registry.load(*prints(pair)).evidence == evidence(0.7)
+    assert registry.load(*prints(pair)).evidence == whole_evidence(0.7)
 
 
 def test_a_pair_is_known_by_its_weights_not_its_names(
@@ -153,7 +151,7 @@ def test_damaged_files_stand_in_nobodys_way(tmp_path: Path, pair: Pair) -> None:
     unusable = {e.path: e.reason for e in found if isinstance(e, Unusable)}
     assert set(unusable) == {f"deeper/{name}.kvmap.safetensors" for name in broken}
     assert all(unusable.values())
-    assert registry.load(*prints(pair)).evidence == evidence(0.3)
+    assert registry.load(*prints(pair)).evidence == whole_evidence(0.3)
 
 
 def test_a_better_map_that_is_damaged_gives_way_to_a_sound_one(tmp_path: Path, pair: Pair) -> None:
@@ -161,7 +159,7 @@ def test_a_better_map_that_is_damaged_gives_way_to_a_sound_one(tmp_path: Path, p
     best, sound = registry.add(proven(pair, 0.9)), registry.add(proven(pair, 0.3))
     flip_last(tmp_path / best.path)
     assert [e.path for e in registry.find(*prints(pair))] == [best.path, sound.path]
-    assert registry.load(*prints(pair)).evidence == evidence(0.3)
+    assert registry.load(*prints(pair)).evidence == whole_evidence(0.3)
     assert any("digest" in problem for problem in registry.problems(best))
     assert registry.problems(sound) == []
     (tmp_path / sound.path).unlink()
@@ -177,18 +175,32 @@ def flip_last(path: Path) -> None:
 
 def test_problems_name_what_speaks_against_a_map(tmp_path: Path, pair: Pair) -> None:
     registry = Registry(tmp_path)
+    again = "; run `trtllm-kvmap evaluate --attach` on it."
     assert registry.problems(registry.add(random_map(*pair))) == [
-        "It carries no evidence: unproven."
+        f"Unproven: it carries no evidence, so no held-out report vouches for it{again}"
     ]
-    failed = registry.add(random_map(*pair).with_evidence(evidence(0.5, "not judged")))
-    assert registry.problems(failed) == ["Its evidence does not hold: c not passed."]
-    bare = registry.add(random_map(*pair).with_evidence({"made for": "a test"}))
-    assert "names no controls" in registry.problems(bare)[0]
+    failed = whole_evidence(
+        controls=whole_evidence()["controls"] | {"wrong_document": "not judged"}
+    )
+    entry = registry.add(random_map(*pair).with_evidence(failed))
+    assert registry.problems(entry) == [
+        f"Unproven: its evidence does not hold (wrong_document not passed){again}"
+    ]
     strange = replace(proven(pair).source_fingerprint, tokenizer="other")
     said = registry.problems(registry.add(replace(proven(pair), source_fingerprint=strange)))
     assert len(said) == 2
     assert "no SHA-256" in said[0]
     assert "tokenizers" in said[1]
+
+
+def test_a_source_that_is_the_better_model_is_said_once(tmp_path: Path, pair: Pair) -> None:
+    """A result, not a fault of the report: there is no call to evaluate it again."""
+    registry = Registry(tmp_path)
+    entry = registry.add(random_map(*pair).with_evidence(without_a_gap()))
+    assert registry.problems(entry) == [
+        "Unproven: its source alone is no worse than its target (nll 5.58 against 5.79), so there "
+        "is no gap to recover; let the source answer."
+    ]
 
 
 def test_a_file_that_became_another_map_is_refused(tmp_path: Path, pair: Pair) -> None:
@@ -302,6 +314,73 @@ def test_a_registry_that_is_not_there_says_so(tmp_path: Path) -> None:
         list(Registry(tmp_path / "absent").scan())
     with pytest.raises(InputError, match="cannot be opened"):
         Registry("nosuchprotocol://x")
+
+
+def test_a_registry_that_cannot_be_written_says_so(
+    tmp_path: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("x")
+    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(InputError, match="cannot be written to the registry"):
+            Registry(place).add(proven(pair))
+    locked = Registry(tmp_path / "locked" / "new")
+
+    def refused(path: str, exist_ok: bool) -> None:
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(locked._files, "makedirs", refused)
+    with pytest.raises(InputError, match="Permission denied"):
+        locked.add(proven(pair))
+    assert (tmp_path / "file").read_text() == "x"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def lock(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """As for a user who may not read ``folder``; a mode would not keep an administrator out."""
+    scan = os.scandir
+
+    def scandir(path: Any = ".") -> Any:
+        if str(path) == str(folder):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+
+
+def test_a_folder_that_cannot_be_read_is_not_an_empty_one(
+    tmp_path: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = Registry(tmp_path)
+    entry = registry.add(proven(pair))
+    inner = tmp_path / "inner"
+    Registry(inner).add(proven(pair, seed=1))
+    assert len(registry.entries()) == 2
+    with monkeypatch.context() as patch:
+        lock(patch, inner)
+        assert [each.path for each in registry.scan()] == ["inner", entry.path]
+        assert "Permission denied" in run("registry", "verify", tmp_path, status=1)
+        assert "unusable: inner: " in run("registry", "list", tmp_path)
+        assert registry.load(*prints(pair))
+    lock(monkeypatch, tmp_path)
+    with pytest.raises(InputError, match=r"cannot be read .*Permission denied"):
+        registry.entries()
+    for verb in ("list", "verify"):
+        said = " ".join(run("registry", verb, tmp_path, status=2).split())
+        assert "cannot be read ([Errno 13] Permission denied" in said
+
+
+def test_another_file_system_that_cannot_be_read_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pair: Pair
+) -> None:
+    registry = Registry(f"memory://{tmp_path.name}/locked")
+    registry.add(proven(pair))
+
+    def refused(path: str, **_: Any) -> None:
+        raise PermissionError("Access Denied")
+
+    monkeypatch.setattr(registry._files, "find", refused)
+    with pytest.raises(InputError, match="Access Denied"):
+        registry.entries()
 
 
 SHAPES = [make_spec("a", 3, 2, 4), make_spec("b", 5, 2, 4), make_spec("c", 4, 2, 4)]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from evidence_case import whole_evidence
 from handmade_maps import random_map
 from typer.testing import CliRunner
 
@@ -63,7 +64,7 @@ def test_only_maps_that_the_key_signed_are_loaded(tmp_path: Path, random_model: 
     pair = random_model("qwen3", seed=1), random_model("qwen3", seed=2, layers=3)
     prints = pair[0].fingerprint, pair[1].fingerprint
     (private, public), (_, foreign) = new_keys(), new_keys()
-    figures = {"gap_recovered": {"value": 0.5}, "controls": {}}
+    figures = whole_evidence()
     writer = Registry(tmp_path)
     entry = writer.add(random_map(*pair).with_evidence(figures))
     other = writer.add(random_map(*pair, seed=1).with_evidence({**figures, "n": 1}))
@@ -101,8 +102,7 @@ def test_a_map_is_signed_and_verified_from_the_command_line(
 ) -> None:
     pair = random_model("qwen3", seed=1), random_model("qwen3", seed=2, layers=3)
     folder = tmp_path / "maps"
-    figures = {"gap_recovered": {"value": 0.5}, "controls": {"c": "passed"}}
-    entry = Registry(folder).add(random_map(*pair).with_evidence(figures))
+    entry = Registry(folder).add(random_map(*pair).with_evidence(whole_evidence()))
     private, public = (tmp_path / name for name in ("private.pem", "public.pem"))
     for path, key in zip((private, public), new_keys(), strict=True):
         path.write_bytes(key)

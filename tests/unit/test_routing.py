@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from trtllm_kvmap.artifact.evidence import CONTROLS
 from trtllm_kvmap.decode.routing.routing import Route, Situation, route
 from trtllm_kvmap.decode.routing.speeds import Speeds, Timing, bytes_per_token
 from trtllm_kvmap.decode.routing.vouched import RoutingPolicy
@@ -51,6 +52,7 @@ def evidence(**changed: Any) -> dict[str, Any]:
         "arms": arms,
         "gap_recovered": figure(0.8, 0.1),
         "perplexity_ratio": figure(1.1, 0.05),
+        "controls": dict.fromkeys(CONTROLS, "passed"),
     }
     return found | changed
 
@@ -152,10 +154,14 @@ def test_where_only_the_target_answers_it_reads_what_the_map_may_not() -> None:
     ("known", "said"),
     [
         (None, "no evidence"),
-        ({"held_out": "none"}, "no report that can be judged by (KeyError('config'))"),
-        (evidence(gap_recovered=0.9), "no report that can be judged by (TypeError"),
+        ({"held_out": "none"}, "names no controls"),
+        (evidence(controls={}), "reinjection, rope_round_trip"),
+        (evidence(config={}), "no report that can be judged by (KeyError('metric'))"),
+        (evidence(gap_recovered=0.9), "no gap recovered with an interval"),
+        (evidence(gap_recovered=dict.fromkeys(("value", "low", "high"))), "do not say why"),
         (evidence(config=evidence()["config"] | {"N": "32"}), "'32' is no number"),
-        (evidence(gap_recovered=figure(0.8, math.nan)), "nan is no number"),
+        (evidence(gap_recovered=figure(0.8, math.nan)), "gap recovered that is no number"),
+        (evidence(perplexity_ratio=dict.fromkeys(("value", "low", "high"), 10**400)), "no number"),
         (evidence(perplexity_ratio=figure(1.1, math.nan)), "nan is no number"),
         (evidence(gap_recovered=figure(0.05, 0.1)), "gap recovered (0.05, -0.05 to 0.15)"),
         (evidence(gap_recovered={"value": 0.9, "low": None, "high": None}), "no interval"),
@@ -184,7 +190,9 @@ def test_upward_staying_needs_a_reason() -> None:
 
 
 def test_downward_the_earlier_end_of_the_reply_decides() -> None:
-    known = evidence(gap_recovered={"value": None, "low": None, "high": None})
+    arms = evidence()["arms"]
+    worse = {"source": arms["target"], "target": arms["source"]}
+    known = evidence(gap_recovered=dict.fromkeys(("value", "low", "high")), arms=worse)
     short, long = go(Situation(1000, 5), known, DOWN), go(Situation(1000, 100), known, DOWN)
     assert (short.direction, short.choice, long.choice) == ("down", "stay", "map")
     even = long.break_even_reply

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from evidence_case import whole_evidence
 from handmade_maps import random_map
 from test_routing import evidence as report
 from transformers import AutoTokenizer
@@ -35,7 +36,7 @@ from trtllm_kvmap.spec.plan import plan_handoff
 WORDS = ["<bos>", *["after anna ben near old river stood near cold stone"] * 6]
 PROMPT = " ".join(WORDS)
 WINDOW = 8
-EVIDENCE = {"held_out": "none: made for a test"}
+EVIDENCE = whole_evidence()
 
 
 class Pair:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from evidence_case import whole_evidence
 from handmade_maps import random_map
 from test_routing import SPEEDS, evidence
 from typer.testing import CliRunner
@@ -32,7 +33,7 @@ def given(model_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
     source = model_folder("llama", layers=3, kv_heads=4, seed=1)
     target = model_folder("qwen3", head_dim=32)
     kvmap = tmp_path_factory.mktemp("map") / "s-to-t.kvmap.safetensors"
-    random_map(load_model(source), load_model(target)).with_evidence({"made": "here"}).save(kvmap)
+    random_map(load_model(source), load_model(target)).with_evidence(whole_evidence()).save(kvmap)
     return {"kvmap": kvmap, "source": str(source), "target": str(target)}
 
 
@@ -137,11 +138,13 @@ def test_speeds_go_into_the_pipelines(given: dict, tmp_path: Path) -> None:
     assert Speeds.load(out / "kvmap_whole" / "speeds.json") == SPEEDS
 
     near = evidence(config=evidence()["config"] | {"N": 33})
-    random_map(source, target).with_evidence(near).save(tmp_path / "near")
+    poor = evidence(gap_recovered={"value": 0.0, "low": -0.1, "high": 0.1})
+    for name, known in (("near", near), ("poor", poor)):
+        random_map(source, target).with_evidence(known).save(tmp_path / name)
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"lane": "trtllm"}, "routes no request"),
         ({"config": ServeConfig(repair_window=8)}, "window of 32 tokens.*hands over with 8"),
-        ({"kvmap": given["kvmap"]}, "nowhere: its evidence is no report"),
+        ({"kvmap": tmp_path / "poor"}, "nowhere: its report does not show"),
         ({"kvmap": tmp_path / "near"}, "nowhere: its report repairs 33 tokens, this host 32"),
     ]
     for changed, said in wrong:
@@ -154,7 +157,7 @@ def test_speeds_go_into_the_pipelines(given: dict, tmp_path: Path) -> None:
 def test_a_guard_must_be_able_to_judge_what_is_served(given: dict, tmp_path: Path) -> None:
     """Else the server would take every hand-over back, or the map for unreadable."""
     bare = random_map(load_model(given["source"]), load_model(given["target"]))
-    bare = bare.with_evidence({"made": "here"})
+    bare = bare.with_evidence(whole_evidence())
     bare.with_guard(Guard((1.0, 0.0), 0.0, 1.0, {}).to_json()).save(tmp_path / "guarded")
     bare.with_guard({"weights": "none"}).save(tmp_path / "damaged")
     wrong: list[tuple[str, int, type[KvMapError], str]] = [

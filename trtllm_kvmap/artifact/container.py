@@ -58,7 +58,11 @@ def read_container(
     """
     header, tensors = _read(Path(path))
     content = _content(path, header, kind, newest)
-    if _digest(kind, header["version"], content, tensors) != header.get("digest"):
+    try:
+        digest = _digest(kind, header["version"], content, tensors)
+    except (NumericsError, RecursionError) as error:  # what write_container would not have written
+        raise FormatError(f"{path} has a damaged header. Fetch or write it again.") from error
+    if digest != header.get("digest"):
         raise FormatError(
             f"{path} does not match its digest: it was edited or damaged. Fetch or write it again."
         )
@@ -148,7 +152,7 @@ def _header(path: str | Path, metadata: Mapping[str, str]) -> dict[str, Any]:
         )
     try:
         header = json.loads(metadata[HEADER_KEY])
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # deep brackets, or an endless integer
         raise FormatError(
             f"{path} has a damaged header ({error}). Fetch or write it again."
         ) from error

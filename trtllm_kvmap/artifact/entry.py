@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
+from trtllm_kvmap.artifact.evidence import unproven
 from trtllm_kvmap.artifact.fingerprint import Fingerprint
 from trtllm_kvmap.artifact.pair import pair_from_json
 from trtllm_kvmap.errors import FormatError
@@ -31,16 +31,16 @@ class Entry:
 
     @property
     def proven(self) -> bool:
-        return self.evidence is not None
+        return not unproven(self.evidence)
 
     @property
     def gap_recovered(self) -> float | None:
-        """Of the evidence, in whichever metric it was taken."""
-        found = (self.evidence or {}).get("gap_recovered")
-        value = found.get("value") if isinstance(found, dict) else None
-        if not isinstance(value, (int, float)) or not math.isfinite(value):
+        """Of the evidence, in whichever metric it was taken; None for a map that is not proven, so
+        that no claim ranks it.
+        """
+        if self.evidence is None or not self.proven:
             return None
-        return float(value)
+        return float(self.evidence["gap_recovered"]["value"])
 
     def fits(self, source: Fingerprint, target: Fingerprint) -> bool:
         return (self.source_fingerprint, self.target_fingerprint) == (source, target)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from trtllm_kvmap.artifact.container import read_container, write_container
+from trtllm_kvmap.artifact.evidence import require_proven
 from trtllm_kvmap.artifact.fingerprint import Fingerprint
 from trtllm_kvmap.artifact.group import HeadGroup
 from trtllm_kvmap.artifact.native import (
@@ -30,7 +31,6 @@ from trtllm_kvmap.errors import (
     FormatError,
     MismatchError,
     NumericsError,
-    UnprovenError,
 )
 from trtllm_kvmap.spec.model import ModelSpec
 from trtllm_kvmap.spec.slices import FIELDS, Slice
@@ -47,7 +47,7 @@ class KvMap:
 
     ``groups`` cover every (layer, field, head) of the target exactly once. ``fitted`` says how it
     was fitted and keeps the candidate table; ``evidence`` is the held-out report it earned (None:
-    unproven); ``guard`` is what decides whether a hand-over may stand (decode.guard.guard; None: no
+    none yet); ``guard`` is what decides whether a hand-over may stand (decode.guard.guard; None: no
     guard was set). All three are JSON.
     """
 
@@ -135,7 +135,7 @@ class KvMap:
     @staticmethod
     def load(path: str | Path, *, allow_unproven: bool = False) -> KvMap:
         """Read a map. Raises FormatError for a file that is not whole, UnprovenError for a map
-        without evidence.
+        whose evidence does not prove it (see evidence.unproven).
 
         ``allow_unproven`` loads a map that no held-out report vouches for (to evaluate it, for
         instance).
@@ -150,12 +150,8 @@ class KvMap:
             kvmap = _from_content(content, tensors)
         except (KeyError, TypeError, ValueError) as error:
             raise FormatError(f"{path}: the map is incomplete ({error}); fit it again.") from error
-        if kvmap.evidence is None and not allow_unproven:
-            raise UnprovenError(
-                f"{path} carries no evidence: no held-out report vouches for this map. Run "
-                f"`trtllm-kvmap evaluate` "
-                f"on it, or load it with allow_unproven=True."
-            )
+        if not allow_unproven:
+            require_proven(path, kvmap.evidence)
         return kvmap
 
     def _check_coverage(self) -> None:
@@ -261,6 +257,9 @@ def _from_content(content: dict[str, Any], tensors: dict[str, torch.Tensor]) -> 
         for number, entry in enumerate(content["groups"])
     )
     table, sinks = native_from_tensors(tensors, content["sinks"])
+    for name in ("evidence", "guard"):
+        if not isinstance(content.get(name), dict | None):
+            raise TypeError(f"its {name} is no object")
     return KvMap(
         **pair_from_json(content),
         scope=content["scope"],

@@ -14,8 +14,10 @@ from fsspec.implementations.local import LocalFileSystem
 
 from trtllm_kvmap.artifact.container import read_digest, read_head
 from trtllm_kvmap.artifact.entry import Entry, Unusable, entry_from_content
+from trtllm_kvmap.artifact.evidence import require_proven, unproven
 from trtllm_kvmap.artifact.fingerprint import Fingerprint
 from trtllm_kvmap.artifact.kvmap import FORMAT_VERSION, KIND, KvMap
+from trtllm_kvmap.artifact.listing import list_files
 from trtllm_kvmap.artifact.resident import Resident
 from trtllm_kvmap.artifact.signature import SUFFIX as SIGNATURE
 from trtllm_kvmap.artifact.signature import require_signature, sign
@@ -52,11 +54,16 @@ class Registry:
     def scan(self) -> Iterator[Entry | Unusable]:
         """Every map of the registry, by path, from headers alone; a file that is none says why.
 
-        Raises InputError when there is no such folder.
+        Raises InputError when there is no such folder, or it cannot be read; a folder in it that
+        cannot is Unusable.
         """
         if not self._files.isdir(self._root):
             raise InputError(f"There is no registry at {self.url}; give a folder of maps.")
-        found = self._files.find(self._root, detail=True)
+        found, unread = list_files(self._files, self._root)
+        for path, error in unread:
+            if not self._relative(path):
+                raise InputError(f"The registry {self.url} cannot be read ({error}).") from error
+            yield Unusable(self._relative(path), f"The folder cannot be read ({error}).")
         for path in sorted(path for path in found if path.endswith(SUFFIX)):
             try:
                 yield self._entry(path, found[path]["size"], path + SIGNATURE in found)
@@ -79,8 +86,8 @@ class Registry:
     def load(
         self, source: Fingerprint, target: Fingerprint, *, allow_unproven: bool = False
     ) -> KvMap:
-        """The best map of the pair that loads: whole, signed if a key was given, and with evidence
-        unless ``allow_unproven``. Kept in host memory for the next call.
+        """The best map of the pair that loads: whole, signed if a key was given, and proven unless
+        ``allow_unproven``. Kept in host memory for the next call.
 
         Raises MismatchError when the registry has no map of the pair, and the first map's error
         when none can be used.
@@ -100,18 +107,18 @@ class Registry:
         raise errors[0]
 
     def open(self, entry: Entry, *, allow_unproven: bool = False) -> KvMap:
-        """The map of ``entry``, proven against its digest. Raises as KvMap.load does, and
+        """The map of ``entry``, read against its digest. Raises as KvMap.load does, and
         UnprovenError for a missing or wrong signature when the registry has a key.
         """
-        if not entry.proven and not allow_unproven:
-            raise UnprovenError(
-                f"{entry.path} carries no evidence: no held-out report vouches for this map. Run "
-                f"`trtllm-kvmap evaluate` on it, or allow unproven maps."
-            )
+        if not allow_unproven:
+            require_proven(entry.path, entry.evidence)
         if self.public_key is not None:
             signature = self._signature(entry)
             require_signature(entry.path, entry.digest, signature, self.public_key)
-        return self.resident.get((entry.path, entry.digest), lambda: self._read(entry))
+        kvmap = self.resident.get((entry.path, entry.digest), lambda: self._read(entry))
+        if not allow_unproven:  # a file may name the digest of a map that is held already
+            require_proven(entry.path, kvmap.evidence)
+        return kvmap
 
     def problems(self, entry: Entry) -> list[str]:
         """What speaks against the map of ``entry``, read as a whole; empty when nothing does."""
@@ -129,7 +136,8 @@ class Registry:
             ]
         if entry.source_fingerprint.tokenizer != entry.target_fingerprint.tokenizer:
             found.append("The two models have different tokenizers, so the map can serve no pair.")
-        found += _evidence_problems(entry)
+        if why := unproven(entry.evidence):
+            found.append(f"Unproven: {why}.")
         if self.public_key is not None:
             try:
                 signature = self._signature(entry)
@@ -197,9 +205,9 @@ class Registry:
 
     def _put(self, path: str, write: Callable[[str], None]) -> None:
         """Beside its name, then renamed: whoever lists meanwhile sees the old state or the new."""
-        self._files.makedirs(self._root, exist_ok=True)
         part = f"{path}.{secrets.token_hex(8)}.part"
         try:
+            self._files.makedirs(self._root, exist_ok=True)
             write(part)
             self._files.mv(part, path)
         except OSError as error:
@@ -217,16 +225,6 @@ class Registry:
 def _rank(entry: Entry) -> tuple[bool, float, int]:
     gap = entry.gap_recovered
     return not entry.proven, float("inf") if gap is None else -gap, entry.size
-
-
-def _evidence_problems(entry: Entry) -> list[str]:
-    if entry.evidence is None:
-        return ["It carries no evidence: unproven."]
-    controls = entry.evidence.get("controls")
-    if not isinstance(controls, dict) or entry.gap_recovered is None:
-        return ["Its evidence names no controls or no gap recovered; evaluate it again."]
-    failed = [name for name, said in controls.items() if said != "passed"]
-    return [f"Its evidence does not hold: {', '.join(failed)} not passed."] if failed else []
 
 
 def _file_name(name: str) -> str:

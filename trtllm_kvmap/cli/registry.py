@@ -56,7 +56,9 @@ def list_(url: UrlArgument, json: JsonOption = None) -> None:
     _print([entry for entry in found if isinstance(entry, Entry)])
     unusable = [entry for entry in found if isinstance(entry, Unusable)]
     for each in unusable:
-        console.print(f"unusable: {each.path}: {each.reason}", markup=False, highlight=False)
+        console.print(
+            f"unusable: {each.path}: {each.reason}", markup=False, highlight=False, soft_wrap=True
+        )
     maps = [entry.to_json() for entry in found if isinstance(entry, Entry)]
     write_json(json, {"maps": maps, "unusable": [asdict(each) for each in unusable]})
 
@@ -105,7 +107,7 @@ def add(
 ) -> None:
     """Store a map under a name made of its pair and digest, whole or not at all."""
     entry = Registry(url).add(KvMap.load(kvmap, allow_unproven=True))
-    console.print(f"Stored {entry.path}", highlight=False)
+    console.print(f"Stored {entry.path}", markup=False, highlight=False, soft_wrap=True)
 
 
 @verb
@@ -120,7 +122,7 @@ def sign(
     if not found:
         raise InputError(f"{url} has no readable map {path!r}; `registry list` shows the names.")
     registry.sign(found[0], _bytes(private_key) or b"")
-    console.print(f"Signed {path}", highlight=False)
+    console.print(f"Signed {path}", markup=False, highlight=False, soft_wrap=True)
 
 
 @verb

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import filecmp
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from trtllm_kvmap.artifact.evidence import PASSED
 from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.errors import KvMapError, UnprovenError
 from trtllm_kvmap.evaluate import arms
+from trtllm_kvmap.evaluate.bootstrap import figure
 from trtllm_kvmap.evaluate.probe import Ready, ask
 from trtllm_kvmap.evaluate.reading import Reading
+from trtllm_kvmap.evaluate.summary import Draws
 from trtllm_kvmap.inject.hf_cache import view_pool
 from trtllm_kvmap.rotary import apply_rope, remove_rope
-
-PASSED = "passed"
 
 
 def run_controls(kvmap: KvMap, reading: Reading) -> dict[str, str]:
@@ -32,34 +32,41 @@ def run_controls(kvmap: KvMap, reading: Reading) -> dict[str, str]:
     return dict.fromkeys(CONTROLS, PASSED)
 
 
-def check_wrong_document(figures: dict[str, dict[str, Any]]) -> str:
-    """ "passed", or why it cannot be judged. ``figures`` are the report's arms.
+def check_wrong_document(draws: Mapping[str, Draws], arm: str, metric: str) -> str:
+    """ "passed", or why it cannot be judged. ``draws`` are those of the arms that ran, ``arm`` the
+    mapped one that is reported, in ``metric``.
 
-    A stranger's document must not answer the questions: its accuracy may not lie above that of
-    knowing nothing, interval above interval. Without questions, its loss may not lie below the
-    loss of the right document. Raises UnprovenError.
+    What the arm says must come from the document that was read: on the same contexts it must do
+    better than with a stranger's document, the whole interval of the paired difference above zero.
+    Nor may a stranger's document answer the questions: its accuracy may not lie above that of
+    knowing nothing, interval above interval (not paired: a stranger teaches the form of answers).
+    Raises UnprovenError.
     """
-    wrong, nothing, right = (figures[arm] for arm in ("wrong_document", "no_context", "mapped"))
-    if "refused" in wrong:
-        return f"not judged: {wrong['refused']}"
-    worse, better = nothing["accuracy"], wrong["accuracy"]
-    if worse["high"] is not None and better["low"] is not None:
-        if better["low"] > worse["high"]:
-            raise _failed(
-                "wrong_document",
-                f"its accuracy, at least {better['low']:.3f}, lies above that of no context, at "
-                f"most {worse['high']:.3f} (intervals of few items may miss by chance: give more)",
-            )
-        return PASSED
-    if wrong["nll"]["high"] is None or right["nll"]["low"] is None:
-        return "not judged: these items give no interval"
-    if wrong["nll"]["high"] < right["nll"]["low"]:
+    wrong = "wrong_document" if arm == "mapped" else "wrong_document_repaired"
+    if wrong not in draws:
+        return "not judged: there is no other document among the items; give at least two"
+    stranger, nothing = (figure(draws[a].accuracy) for a in ("wrong_document", "no_context"))
+    if stranger.low is not None and nothing.high is not None and stranger.low > nothing.high:
         raise _failed(
             "wrong_document",
-            f"its loss, at most {wrong['nll']['high']:.3f}, lies below that of the right document, "
-            f"at least {right['nll']['low']:.3f}",
+            f"its accuracy, at least {stranger.low:.3f}, lies above that of no context, at "
+            f"most {nothing.high:.3f} (intervals of few items may miss by chance: give more)",
         )
-    return PASSED
+    right, other = (getattr(draws[name], metric) for name in (arm, wrong))
+    gain = figure(right - other if metric == "accuracy" else other - right)
+    if gain.low is None or gain.high is None:
+        return "not judged: these items give no interval"
+    if gain.low > 0:
+        return PASSED
+    said = f"{gain.value:.3g} [{gain.low:.3g} {gain.high:.3g}] in {metric}"
+    if gain.high < 0:
+        raise _failed(
+            "wrong_document", f"the right document does worse than a wrong one, by {said}"
+        )
+    return (
+        f"not judged: the right document over a wrong one gains {said}, which reaches zero: the "
+        f"map reads nothing that matters here, or the items are too few"
+    )
 
 
 def _reinjection(kvmap: KvMap, reading: Reading) -> str:

@@ -122,8 +122,16 @@ def evaluate(
                 kv_error.add(*pools, ready.mapped, target.rope_length(ready.position))
         if on_item is not None:
             on_item(index + 1, len(items))
-    figures = _figures(outcomes, refused, items, config)
-    controls["wrong_document"] = check_wrong_document(figures)
+    counts = draw(len(items), config.resamples, DRAWING_SEED)
+    draws = {
+        name: Draws([outcome.score for outcome in each], counts)
+        for name, each in outcomes.items()
+        if name not in refused
+    }
+    figures = _figures(draws, outcomes, refused, items, config)
+    controls["wrong_document"] = check_wrong_document(
+        draws, mapped_arm(config.repair_window), config.metric
+    )
     return _report(bridge, figures, outcomes, controls, kv_error, items, config, gates, task)
 
 
@@ -146,17 +154,12 @@ def _copy_bridge(bridge: KvBridge, backend: str) -> KvBridge | Refused:
 
 
 def _figures(
+    draws: dict[str, Draws],
     outcomes: dict[str, list[Outcome]],
     refused: dict[str, str],
     items: Sequence[Item],
     config: EvaluationConfig,
 ) -> dict[str, dict[str, Any]]:
-    counts = draw(len(items), config.resamples, DRAWING_SEED)
-    draws = {
-        name: Draws([outcome.score for outcome in each], counts)
-        for name, each in outcomes.items()
-        if name not in refused
-    }
     read = sum(len(item.context) for item in items)
     figures: dict[str, dict[str, Any]] = {}
     for name, each in outcomes.items():

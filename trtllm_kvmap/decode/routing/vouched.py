@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from trtllm_kvmap.artifact.evidence import flaw_of, is_number, no_gap
 
 Direction = Literal["up", "down"]
 
@@ -28,13 +29,7 @@ class RoutingPolicy:
 
 def nothing_to_gain(evidence: Mapping[str, Any] | None) -> bool:
     """Whether the report shows the target no better than the source alone."""
-    if evidence is None or _unreadable(evidence):
-        return False
-    metric = evidence["config"]["metric"]
-    source, target = (evidence["arms"][name][metric]["value"] for name in ("source", "target"))
-    if source is None or target is None:
-        return False
-    return bool(target <= source if metric == "accuracy" else target >= source)
+    return evidence is not None and not flaw_of(evidence) and bool(no_gap(evidence))
 
 
 def objection_to(
@@ -47,8 +42,9 @@ def objection_to(
     """Why the evidence does not vouch for a hand-over of ``num_tokens`` in this ``direction`` with
     so many of them repaired, or "".
     """
-    if evidence is None:
-        return "it carries no evidence"
+    flaw = flaw_of(evidence)
+    if evidence is None or flaw:
+        return flaw
     if missing := _unreadable(evidence):
         return f"its evidence is no report that can be judged by ({missing})"
     config = evidence["config"]
@@ -87,7 +83,7 @@ def _unreadable(evidence: Mapping[str, Any]) -> str:
         bounds = [figure[bound] for figure in figures for bound in ("value", "low", "high")]
         counts = [config["N"], config["context_tokens"]["longest"]]
         for number in (*counts, *(bound for bound in bounds if bound is not None)):
-            if not isinstance(number, (int, float)) or math.isnan(number):
+            if not is_number(number):
                 raise TypeError(f"{number!r} is no number")
     except (LookupError, TypeError) as error:
         return repr(error)

@@ -1,0 +1,31 @@
+"""Evidence written down by hand that proves a map: what evaluate attaches, without a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trtllm_kvmap.artifact.evidence import CONTROLS
+
+
+def interval(value: float, reach: float = 0.05) -> dict[str, float]:
+    return {"value": value, "low": value - reach, "high": value + reach}
+
+
+def whole_evidence(gap: float = 0.5, **changed: Any) -> dict[str, Any]:
+    """Of a report in nll whose source alone has 2.4 nats and whose target has 1.8."""
+    found = {
+        "config": {"metric": "nll", "N": 32, "S": 1, "context_tokens": {"longest": 1000}},
+        "arms": {"source": {"nll": interval(2.4)}, "target": {"nll": interval(1.8)}},
+        "gap_recovered": interval(gap),
+        "perplexity_ratio": interval(1.1),
+        "controls": dict.fromkeys(CONTROLS, "passed"),
+    }
+    return found | changed
+
+
+def without_a_gap() -> dict[str, Any]:
+    """The same of a source that is the better model: there is no gap to recover."""
+    return whole_evidence(
+        gap_recovered=dict.fromkeys(("value", "low", "high")),
+        arms={"source": {"nll": interval(5.58)}, "target": {"nll": interval(5.79)}},
+    )
