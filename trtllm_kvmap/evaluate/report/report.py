@@ -10,12 +10,14 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from trtllm_kvmap.artifact.evidence import PASSED
 from trtllm_kvmap.artifact.json_file import read_json
 from trtllm_kvmap.artifact.whole import write_text
 from trtllm_kvmap.errors import FormatError, MismatchError, UnprovenError
 from trtllm_kvmap.evaluate.diagnosis.diagnosis import Diagnosis
 from trtllm_kvmap.evaluate.plain_json import require_plain
 from trtllm_kvmap.evaluate.provenance import name_of
+from trtllm_kvmap.evaluate.report.agreement import require_agreement
 
 FigureJson = dict[str, float | None]  # value, low and high, see bootstrap.Figure
 
@@ -58,7 +60,7 @@ class Report:
     @staticmethod
     def from_json(entry: Any, name: str = "This") -> Report:
         """Raises FormatError, which begins with ``name``, for JSON that is no report of this
-        version.
+        version, or contradicts itself.
         """
         names = {f.name for f in fields(Report)}
         if not isinstance(entry, dict) or {"diagnosis", *entry} != names:
@@ -67,6 +69,7 @@ class Report:
                 f"{', '.join(sorted(names))} (diagnosis may be missing). Write it again with "
                 f"`trtllm-kvmap evaluate`."
             )
+        require_agreement(entry, name)
         return Report(**entry)
 
     def with_diagnosis(self, diagnosis: Diagnosis) -> Report:
@@ -98,7 +101,7 @@ def evidence(report: Report) -> dict[str, Any]:
     """What a KvMap keeps of ``report`` (KvMap.with_evidence): the figures, never without the two
     models alone. Raises UnprovenError when a control did not pass.
     """
-    failed = {name: said for name, said in report.controls.items() if said != "passed"}
+    failed = {name: said for name, said in report.controls.items() if said != PASSED}
     if failed:
         raise UnprovenError(
             f"The report proves nothing about the map, because of the control "
