@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from trtllm_kvmap.evaluate.diagnosis.diagnosis import Diagnosis, Intervention, LengthRow, TokenError
@@ -211,6 +212,55 @@ def written_report() -> Report:
             },
         },
     )
+
+
+def large_report() -> Report:
+    """The same of a target of 64 layers and 8 heads that reads a source of 40 layers."""
+    target, source, heads = 64, 40, 8
+    report = whole_report()
+    assert report.diagnosis is not None
+    nrmse = {"nrmse": [layer / 64 for layer in range(target)], "cosine": [0.9] * target}
+    removed = [
+        row
+        for row in report.diagnosis["interventions"]
+        if row["group"] in ("field", "position", "kind", "control")
+    ]
+
+    def found(group: str, name: str, share: float, **where: Any) -> dict[str, Any]:
+        place = {"field": None, "layer": None, "head": None} | where
+        return {
+            "group": group,
+            "name": name,
+            **place,
+            "divergence": figure(0.1),
+            "removed": figure(share),
+        }
+
+    for layer in range(target):
+        names = {f"layer {layer}": None, f"keys of layer {layer}": "key"}
+        names |= {f"values of layer {layer}": "value"}
+        for name, field in names.items():
+            removed.append(found("layer", name, 0.3 - layer / 100, layer=layer, field=field))
+        removed.append(found("layers_below", f"layers 0-{layer}", layer / 64))
+        removed.append(found("layers_above", f"layers {layer}-{target - 1}", 1 - layer / 64))
+        for head in range(heads):
+            name = f"head {head} of layer {layer}"
+            removed.append(found("head", name, head / 8 - layer / 64, layer=layer, head=head))
+    by_layer = {"mean": 0.9, "worst": 0.8, "per_layer": [0.9] * target}
+    both = {"kv_error": {"key": nrmse, "value": nrmse}, "attention_cosine": by_layer}
+    report.kvmap["fitted"]["layer_r2"] = {
+        field: [[(t - s) / 64 for s in range(source)] for t in range(target)]
+        for field in ("key", "value")
+    }
+    report.config["source"] = "organisation/a-model-of-14B-with-a-long-name-as-they-have-them"
+    report.contexts["tokens"] = [256] * 60
+    for name in report.contexts["metric"]:
+        report.contexts["metric"][name] = [0.5] * 60
+    diagnosis = {**report.diagnosis, "interventions": removed, **both}
+    # A report and its diagnosis are of one map.
+    name = name_of(report.fingerprints, report.kvmap)
+    diagnosis["config"] = {**diagnosis["config"], "map": name}
+    return replace(report, diagnosis=diagnosis, **both)
 
 
 def hostile_report() -> Report:

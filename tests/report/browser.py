@@ -4,8 +4,8 @@ its own, so that a browser that dies is an exit status.
     python browser.py REQUEST      REQUEST is JSON: {"page", "widths", "dark", "script", "pdf"}
 
 Prints JSON: the browser's version, what the console said, which addresses were asked for, the
-value of ``script`` at each width, and of each printed sheet its size, its text and how far that
-reaches (points). No network: only the page's own file may be read.
+value of ``script`` at each width, and of each printed sheet its size, its text, how high the first
+line is and how far all reaches (points). No network: only the page's own file may be read.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ def main() -> None:
             printed.append(
                 {
                     "sheet": [size.width(), size.height()],
+                    "first_line": boxes[0].height(),
                     "left": min(box.left() for box in boxes),
                     "reached": [max(b.right() for b in boxes), max(b.bottom() for b in boxes)],
                     "text": said.text(),

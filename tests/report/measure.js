@@ -49,12 +49,20 @@
   }));
   const tables = [...document.querySelectorAll("table")].map((table) => {
     const wrap = table.parentElement;
+    // Where the columns end before anyone scrolls.
+    const columns = [...table.querySelectorAll("tbody tr:first-child td")].map((td) =>
+      td.getBoundingClientRect().right);
     wrap.scrollLeft = 1e6;
+    wrap.scrollTop = 1e6;
     const reached = wrap.scrollLeft + wrap.clientWidth;
     const last = table.querySelector("tbody tr:last-child td:last-child").getBoundingClientRect();
     const view = wrap.getBoundingClientRect();
-    const seen = last.right <= view.right + 1 && last.width > 0 && last.height > 0;
+    const seen = last.right <= view.right + 1 && last.bottom <= view.bottom + 1
+      && last.width > 0 && last.height > 0;
+    const head = table.querySelector("th").getBoundingClientRect();
+    const named = head.top >= view.top - 1 && head.bottom <= view.bottom;
     wrap.scrollLeft = 0;
+    wrap.scrollTop = 0;
     return {
       caption: table.caption.textContent,
       box: box(wrap),
@@ -62,6 +70,9 @@
       reached,
       overflow: getComputedStyle(wrap).overflowX,
       lastCellSeen: seen,
+      headingsSeen: named,
+      columns,
+      headings: [...table.querySelectorAll("th")].map((th) => th.textContent),
       rows: [...table.querySelectorAll("tbody tr")].map((row) => box(row)[1]),
       clipped: [...table.querySelectorAll("td")].filter((td) => td.scrollWidth > td.clientWidth + 1)
         .map((td) => td.textContent),

@@ -241,18 +241,18 @@ def test_a_diagnosis_is_shown_region_by_region(report: Report) -> None:
     assert by_head.rows == (("0", "0.00", "1.00"), ("1", "-0.25", "0.75"))
     assert tokens.grids[0].rows[0] == ("0-15", "1,234", "0.042", "0.021")
     accuracy, loss = lengths.grids
-    assert [row[:2] for row in accuracy.rows] == [
+    assert [(row[0], row[-1]) for row in accuracy.rows] == [
         ("512", "within"),
         ("2,048", "longer"),
         ("4,096", "not known"),
     ]
     assert "The gap recovered is in accuracy" in lengths.text
     three = ("mapped", "source", "target")
-    assert accuracy.header == ("tokens", "calibration", *three, "gap recovered in accuracy")
-    assert loss.header == ("tokens", "calibration", *three, "KL, nats")
+    assert accuracy.header == ("tokens", "gap recovered in accuracy", *three, "calibration")
+    assert loss.header == ("tokens", *three, "KL, nats", "calibration")
     taken = ("0.800 [0.750 0.850]", "0.650 [0.600 0.700]", "0.900 [0.850 0.950]")
-    assert accuracy.rows[0][2:] == (*taken, "0.600 [0.550 0.650]")
-    assert loss.rows[0][2] == "2.000 [1.950 2.050]"
+    assert accuracy.rows[0][1:-1] == ("0.600 [0.550 0.650]", *taken)
+    assert loss.rows[0][1] == "2.000 [1.950 2.050]"
     assert len(regions.charts + layers.charts + tokens.charts + lengths.charts) == 8
 
 
@@ -265,10 +265,10 @@ def test_a_gap_by_length_stands_beside_what_it_is_taken_from() -> None:
         for name, each in (("nll", by_loss), ("none", Diagnosis.from_json(older(found))))
     }
     accuracy, loss = section_of["nll"].grids
-    assert accuracy.header[-1] == "target"
-    assert loss.header[-2:] == ("gap recovered in nll", "KL, nats")
+    assert accuracy.header == ("tokens", "mapped", "source", "target", "calibration")
+    assert loss.header[1] == "gap recovered in nll"
     (alone,) = section_of["none"].grids
-    assert alone.header[-2] == "gap recovered (of which metric is not said)"
+    assert alone.header[1] == "gap recovered (of which metric is not said)"
     assert "does not name" in section_of["none"].text
 
 
@@ -513,12 +513,12 @@ def test_commands_are_set_as_code_and_nothing_else_is(report: Report) -> None:
 
 
 def test_a_wide_matrix_is_cut_into_tables_that_a_sheet_holds() -> None:
-    rows = [[layer + source / 100 for source in range(40)] for layer in range(3)]
+    rows = [[layer + source / 100 for source in range(48)] for layer in range(3)]
     grids = bands("R2", "target layer", "source layer", rows)
-    assert [len(grid.header) for grid in grids] == [17, 17, 9]
-    assert [grid.rows[2][1] for grid in grids] == ["2.00", "2.16", "2.32"]
-    assert [grid.header[-1] for grid in grids] == ["15", "31", "39"]
-    assert grids[2].caption == "R2, by target layer (down) and source layers 32 to 39 (across)"
+    assert [len(grid.header) for grid in grids] == [21, 21, 9]
+    assert [grid.rows[2][1] for grid in grids] == ["2.00", "2.20", "2.40"]
+    assert [grid.header[-1] for grid in grids] == ["19", "39", "47"]
+    assert grids[2].caption == "R2, by target layer (down) and source layers 40 to 47 (across)"
     assert [g.caption for g in bands("R2", "layer", "head", [[0.5], [None]])] == [
         "R2, by layer (down) and head 0 (across)"
     ]

@@ -38,12 +38,12 @@ def length_tables(found: Diagnosis, cell: Callable[[FigureJson], str]) -> list[L
         if all(mapped["value"] is None for mapped, _, _ in taken):
             continue
         of_gap, of_loss = measure == (metric or "nll"), measure == "nll"
-        header = ("tokens", "calibration", "mapped", "source", "target")
-        more = (gap,) * of_gap + ("KL, nats",) * of_loss
+        names = [gap] * of_gap + ["mapped", "source", "target"] + ["KL, nats"] * of_loss
+        header = ("tokens", *names, "calibration")
         rows = []
         for row, three in zip(found.lengths, taken, strict=True):
-            last = (row.gap_recovered,) * of_gap + (row.divergence,) * of_loss
-            front = f"{row.tokens:,}", BEYOND[row.beyond_calibration]
-            rows.append((*front, *map(cell, three + last)))
-        tables.append(LengthTable(measure, TITLES[measure], header + more, tuple(rows), taken))
+            first, last = (row.gap_recovered,) * of_gap, (row.divergence,) * of_loss
+            said = map(cell, (*first, *three, *last))
+            rows.append((f"{row.tokens:,}", *said, BEYOND[row.beyond_calibration]))
+        tables.append(LengthTable(measure, TITLES[measure], header, tuple(rows), taken))
     return tables

@@ -92,7 +92,7 @@ def by_length(
     the context's length in ``tokens``.
     """
     with chart_style(f"lengths-{metric}"):
-        figure, axes = new_figure(2.9)
+        figure, axes = new_figure(3.2)
         names = ("mapped", "source alone", "target")
         for index, (name, row) in enumerate(zip(names, zip(*rows, strict=True), strict=True)):
             _line(axes, tokens, row, name, index)

@@ -182,7 +182,7 @@ def _lengths(found: Diagnosis) -> Section:
         f"intervals over contexts. The gap recovered is {of}, and stands beside the figures that "
         f"it is taken from. KL is of the mapped cache from the native target.",
         tuple(pictures),
-        tuple(Grid(t.title, t.header, t.rows, texts=frozenset({0, 1})) for t in tables),
+        tuple(Grid(t.title, t.header, t.rows) for t in tables),
     )
 
 
