@@ -24,6 +24,8 @@ from trtllm_kvmap.cli import app
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.decode.prefill import prefill
 from trtllm_kvmap.errors import UnprovenError
+from trtllm_kvmap.evaluate.bootstrap import draw
+from trtllm_kvmap.evaluate.controls import check_wrong_document
 from trtllm_kvmap.evaluate.report.report import Report
 from trtllm_kvmap.evaluate.tasks.items import Item
 from trtllm_kvmap.fit import FitConfig, fit
@@ -228,6 +230,37 @@ def test_text_of_your_own_is_read_in_windows_of_the_calibration(
     lengths = [len(ids) for ids in found.value.args[0]]
     assert lengths[:3] == [90] * 3
     assert max(lengths) == 90
+
+
+def stopped_by_chance(documents: int, questions: int) -> float:
+    """How often the control of the wrong document stops a run in which that document and none at
+    all both leave the target guessing among four: share of 1,000 runs.
+    """
+    rng, counts, runs = np.random.default_rng(0), draw(documents, 2000, 0), 1000
+    stopped = 0
+    for _ in range(runs):
+        guessed = rng.binomial(questions, 0.25, (2, documents)) / (documents * questions)
+        known = np.full(len(counts), 1.0), *(counts @ each for each in guessed)
+        arms: Any = {
+            name: SimpleNamespace(accuracy=accuracy)
+            for name, accuracy in zip(
+                ("mapped", "wrong_document", "no_context"), known, strict=True
+            )
+        }
+        try:
+            check_wrong_document(arms, "mapped", "accuracy")
+        except UnprovenError:
+            stopped += 1
+    return stopped / runs
+
+
+def test_every_recipe_judges_on_enough_documents_for_its_control() -> None:
+    sizes = {(c.report.num_items, c.report.questions) for c in map(config_of, OWN)}
+    found = {each: stopped_by_chance(*each) for each in sorted(sizes | {(4, 6), (8, 6)})}
+    for (documents, _), share in found.items():
+        print(f"{documents} documents: stopped by chance in {share:.1%} of the runs")
+    assert max(found[each] for each in sizes) < 0.015
+    assert found[4, 6] > 0.015  # too few
 
 
 def test_a_control_that_fails_stops_before_any_figure(
