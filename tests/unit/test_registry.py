@@ -199,7 +199,8 @@ def test_a_source_that_is_the_better_model_is_said_once(tmp_path: Path, pair: Pa
     entry = registry.add(random_map(*pair).with_evidence(without_a_gap()))
     assert registry.problems(entry) == [
         "Unproven: its source alone is no worse than its target (nll 5.58 against 5.79), so there "
-        "is no gap to recover; let the source answer."
+        "is no gap to recover; let the source answer, or evaluate it on what the target does "
+        "better."
     ]
 
 

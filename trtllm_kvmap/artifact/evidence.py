@@ -41,7 +41,10 @@ def unproven(evidence: Any) -> str:
     if flaw := flaw_of(evidence):
         return f"{flaw}; run `trtllm-kvmap evaluate --attach` on it"
     if evidence["gap_recovered"]["value"] is None:
-        return f"{no_gap(evidence)}; let the source answer"
+        return (
+            f"{no_gap(evidence)}; let the source answer, or evaluate it on what the target does "
+            f"better"
+        )
     return ""
 
 

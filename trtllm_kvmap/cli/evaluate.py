@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from trtllm_kvmap.artifact.evidence import unproven
 from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.cli.app import console, counted, progress, require_all_writable, verb, write_json
 from trtllm_kvmap.cli.flags import (
@@ -96,8 +97,11 @@ def evaluate(
     write_json(json, report.to_json())
     write_report(render_report(report, html, markdown))
     if attach:
-        loaded.with_evidence(evidence(report)).save(kvmap)
+        judged = loaded.with_evidence(evidence(report))
+        judged.save(kvmap)
         console.print(f"Stored the evidence in {kvmap}", soft_wrap=True)
+        if why := unproven(judged.evidence):
+            console.print(f"The map stays unproven: {why}.")
 
 
 def timing(latency: dict[str, Any]) -> str:
