@@ -137,7 +137,14 @@ def written_report() -> Report:
     chosen["attention_cosine"] = 0.93
     layer_r2 = {"key": [[0.5, 0.9], [0.25, None]], "value": [[0.4, 0.3], [0.2, 0.1]]}
     candidates = [
-        {**chosen, "accuracy": 0.8, "gap_recovered": 0.7, "chosen": True, "refused": None},
+        {
+            **chosen,
+            "accuracy": 0.8,
+            "gap_recovered": 0.7,
+            "intervals": {"nll": [1.9, 1.96], "accuracy": [0.7, 0.9], "gap_recovered": [None] * 2},
+            "chosen": True,
+            "refused": None,
+        },
         {
             **dict.fromkeys((*chosen, "accuracy", "gap_recovered")),
             "config": {**fit, "scope": "head"},
@@ -206,8 +213,16 @@ def written_report() -> Report:
                     "N": 32,
                     "metric": "accuracy",
                     "chosen_by": "cosine",
-                    "source": {"nll": 2.25, "accuracy": 0.5},
-                    "target": {"nll": 1.75, "accuracy": None},
+                    "source": {
+                        "nll": 2.25,
+                        "accuracy": 0.5,
+                        "intervals": {"nll": [2.0, 2.5], "accuracy": [0.25, 0.75]},
+                    },
+                    "target": {
+                        "nll": 1.75,
+                        "accuracy": None,
+                        "intervals": {"nll": [1.5, 2.0], "accuracy": [None, None]},
+                    },
                 },
             },
         },

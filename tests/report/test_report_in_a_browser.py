@@ -99,7 +99,7 @@ def test_every_axis_says_what_it_measures(seen: dict[str, Any]) -> None:
 
 
 def test_tables_are_read_inside_their_box(seen: dict[str, Any]) -> None:
-    assert len(seen["tables"]) == 21
+    assert len(seen["tables"]) == 22
     for table in seen["tables"]:
         width, wide = table["box"][0], table["table"][0]
         assert 250 < width <= seen["viewport"]

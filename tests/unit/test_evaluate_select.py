@@ -109,6 +109,10 @@ def test_the_lowest_loss_of_the_target_wins(
     assert kept["candidates"] == table
     assert kept["config"] == table[winner]["config"]
     assert kept["selection"]["items"] == 4
+    for row in (*table[:3], kept["selection"]["source"], kept["selection"]["target"]):
+        low, high = row["intervals"]["nll"]
+        assert low < row["nll"] < high
+    assert table[3]["intervals"] is None
     assert kept["selection"]["target"]["nll"] != kept["selection"]["source"]["nll"]
     cosine = kept["attention_cosine"]
     assert len(cosine["per_layer"]) == 3

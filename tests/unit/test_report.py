@@ -472,14 +472,30 @@ def test_a_source_that_is_better_is_said_to_be(report: Report) -> None:
 
 
 def test_candidates_stand_with_what_chose_them(report: Report) -> None:
-    text = section(report, "The map").text
-    assert "by the cosine of attention outputs on 24 items" in text
-    assert "S = 4 and N = 32. Gap recovered is in accuracy" in text
-    assert "the source alone has NLL 2.250 and accuracy 0.500; the target" in text
-    assert "without an interval" in text
-    report.kvmap["fitted"]["selection"].pop("chosen_by")  # as older maps have it
-    assert "by what the map does not say on 24 items" in section(report, "The map").text
-    report.kvmap["fitted"].pop("selection")
+    found = section(report, "The map")
+    assert "by the cosine of attention outputs on 24 items" in found.text
+    assert "S = 4 and N = 32. Gap recovered is in accuracy; [low high] is the 95 %" in found.text
+    fits, trials = found.grids
+    assert fits.rows == (
+        ("0", "slice", "12 slices", "0.001", "same", "123,456", "0.760", "0.590", "0.930"),
+        ("1", "head", "4 layers", "0.001", "same", "refused: head needs equal <KV heads>"),
+    )
+    assert fits.chosen == trials.chosen == {0}
+    assert trials.rows == (
+        ("0", "0.700 [unresolved]", "1.930 [1.900 1.960]", "0.800 [0.700 0.900]"),
+        ("the source alone", "-", "2.250 [2.000 2.500]", "0.500 [0.250 0.750]"),
+        ("the target alone", "-", "1.750 [1.500 2.000]", "-"),
+    )
+    # As older maps have it.
+    fitted = report.kvmap["fitted"]
+    for kept in (fitted["candidates"][0], *(fitted["selection"][n] for n in ("source", "target"))):
+        del kept["intervals"]
+    del fitted["selection"]["chosen_by"]
+    old = section(report, "The map")
+    assert "by what the map does not say on 24 items" in old.text
+    assert "the map keeps no intervals" in old.text
+    assert old.grids[1].rows[0] == ("0", "0.700", "1.930", "0.800")
+    del fitted["selection"]
     assert "on items that this report never saw" in section(report, "The map").text
 
 

@@ -17,14 +17,16 @@ from trtllm_kvmap.artifact.moments import MomentSet
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.errors import InputError, KvMapError, MismatchError
 from trtllm_kvmap.evaluate.arms import Arm, mapped
+from trtllm_kvmap.evaluate.bootstrap import draw, figure
 from trtllm_kvmap.evaluate.reading import Outcome, Reading, judge, read_item
-from trtllm_kvmap.evaluate.run import EvaluationConfig, require_scorable
+from trtllm_kvmap.evaluate.run import DRAWING_SEED, EvaluationConfig, require_scorable
 from trtllm_kvmap.evaluate.summary import Draws, gap, mean_cosines
 from trtllm_kvmap.evaluate.tasks.items import Item
 from trtllm_kvmap.fit import FitConfig, fit
 from trtllm_kvmap.fit.layer_r2 import layer_r2
 from trtllm_kvmap.models import LoadedModel
 from trtllm_kvmap.spec.plan import plan_handoff
+from trtllm_kvmap.spec.slices import FIELDS
 
 ChooseBy = Literal["loss", "cosine"]
 FIGURES = (
@@ -35,6 +37,7 @@ FIGURES = (
     "nll",
     "accuracy",
     "gap_recovered",
+    "intervals",
 )
 
 
@@ -53,9 +56,10 @@ def select(
     Each is fitted from the same ``moments`` (all shards of the pair, if several) and hands
     ``items`` over with the S and N of ``config``. By ``loss`` the lowest NLL of the continuations
     wins (without continuations the highest accuracy); by ``cosine`` the highest mean cosine of the
-    target's attention outputs with its own, which needs no right answers. The map's ``fitted``
-    keeps the table, the winner's cosine by layer, and the digests of the items, so that evaluate
-    refuses to report on them. In memory are two maps and, for all items, the caches of both models.
+    target's attention outputs with its own, which needs no right answers. A row's
+    ``intervals``, {figure: [low, high]}, are 95 % over items. The map's ``fitted`` keeps the table,
+    the winner's cosine by layer, and the digests of the items, so that evaluate refuses to report
+    on them. In memory are two maps and, for all items, the caches of both models.
 
     A candidate that does not suit the pair or the moments is a row with its reason; raises
     MismatchError when none is left. ``on_candidate(done, total)`` is called after each.
@@ -66,9 +70,10 @@ def select(
     readings = [
         read_item(source, target, item, (), rollout_steps=config.rollout_steps) for item in items
     ]
+    counts = draw(len(items), config.resamples, DRAWING_SEED)
     alone = {
-        "source": _sums(_judge(lambda reading: reading.source, readings, config)),
-        "target": _sums(_judge(lambda reading: reading.target, readings, config)),
+        "source": _draws(_judge(lambda reading: reading.source, readings, config), counts),
+        "target": _draws(_judge(lambda reading: reading.target, readings, config), counts),
     }
     table: list[dict[str, Any]] = []
     least, best, best_row, best_outcomes = math.inf, None, {}, []
@@ -82,7 +87,8 @@ def select(
             row["refused"] = str(error)
         else:
             outcomes = _judge(_arm(kvmap, source, target, config), readings, config)
-            row |= _figures(kvmap, outcomes, alone, config.metric)
+            row |= _figures(kvmap, _draws(outcomes, counts), alone, config.metric)
+            row["attention_cosine"] = mean_cosines([each.cosines for each in outcomes])["mean"]
             loss = _loss(row, choose_by)
             if loss < least:
                 least, best, best_row, best_outcomes = loss, kvmap, row, outcomes
@@ -103,10 +109,7 @@ def select(
             "N": config.repair_window,
             "metric": config.metric,
             "chosen_by": choose_by,
-            **{
-                name: {"nll": _value(sums.nll), "accuracy": _value(sums.accuracy)}
-                for name, sums in alone.items()
-            },
+            **{name: _scores(draws) for name, draws in alone.items()},
         },
         "selected_on": [item.digest for item in items],
         "attention_cosine": mean_cosines([outcome.cosines for outcome in best_outcomes]),
@@ -137,25 +140,24 @@ def _judge(arm: Arm, readings: Sequence[Reading], config: EvaluationConfig) -> l
     ]
 
 
-def _sums(outcomes: Sequence[Outcome]) -> Draws:
-    once = np.ones((1, len(outcomes)), dtype=np.int64)
-    return Draws([outcome.score for outcome in outcomes], once)
+def _draws(outcomes: Sequence[Outcome], counts: np.ndarray) -> Draws:
+    return Draws([outcome.score for outcome in outcomes], counts)
 
 
-def _figures(
-    kvmap: KvMap, outcomes: Sequence[Outcome], alone: dict[str, Draws], metric: str
-) -> dict[str, Any]:
-    r2, sums = kvmap.fitted["r2"], _sums(outcomes)
-    recovered = gap(sums, alone["source"], alone["target"], metric)
-    values = (
-        kvmap.num_parameters,
-        r2["key"]["mean"],
-        r2["value"]["mean"],
-        mean_cosines([outcome.cosines for outcome in outcomes])["mean"],
-        *map(_value, (sums.nll, sums.accuracy, recovered)),
-    )
-    return dict(zip(FIGURES, values, strict=True))
+def _figures(kvmap: KvMap, draws: Draws, alone: dict[str, Draws], metric: str) -> dict[str, Any]:
+    recovered = gap(draws, alone["source"], alone["target"], metric)
+    return {
+        "parameters": kvmap.num_parameters,
+        **{f"r2_{field}": kvmap.fitted["r2"][field]["mean"] for field in FIELDS},
+        **_scores(draws, gap_recovered=recovered),
+    }
 
 
-def _value(values: np.ndarray) -> float | None:
-    return float(values[0]) if np.isfinite(values[0]) else None
+def _scores(draws: Draws, **more: np.ndarray) -> dict[str, Any]:
+    """NLL, accuracy and ``more`` as values (None: not known), and their ``intervals``."""
+    taken = {"nll": draws.nll, "accuracy": draws.accuracy, **more}
+    found = {name: figure(values) for name, values in taken.items()}
+    return {
+        **{name: each.value for name, each in found.items()},
+        "intervals": {name: [each.low, each.high] for name, each in found.items()},
+    }

@@ -7,7 +7,7 @@ from typing import Any
 
 from trtllm_kvmap.evaluate.report import charts
 from trtllm_kvmap.evaluate.report.command import command
-from trtllm_kvmap.evaluate.report.report import Report, decimal, number
+from trtllm_kvmap.evaluate.report.report import Report, decimal, number, written
 from trtllm_kvmap.evaluate.report.section import Chart, Grid, Section, bands
 from trtllm_kvmap.spec.slices import FIELDS
 
@@ -41,63 +41,76 @@ def layers_read(report: Report) -> Section:
     )
 
 
-CANDIDATE_FIGURES = {
+FITTED = {
     "r2_key": "R2 of keys",
     "r2_value": "R2 of values",
     "attention_cosine": "attention cosine",
-    "nll": "NLL",
-    "accuracy": "accuracy",
-    "gap_recovered": "gap recovered",
 }
+TRIED = {"gap_recovered": "gap recovered", "nll": "NLL", "accuracy": "accuracy"}
 
 
 def the_map(report: Report) -> Section:
-    kvmap = report.kvmap
-    candidates = kvmap["fitted"].get("candidates", [])
+    kvmap, fitted = report.kvmap, report.kvmap["fitted"]
+    candidates = fitted.get("candidates", [])
     text = f"Scope {kvmap['scope']}, {number(kvmap['parameters'])} parameters."
     if not candidates:
         return Section("The map", text)
-    rows: list[tuple[str, ...]] = []
-    chosen: set[int] = set()
-    for row in candidates:
+    fits: list[tuple[str, ...]] = []
+    trials: list[tuple[str, ...]] = []
+    chosen = frozenset(at for at, row in enumerate(candidates) if row["chosen"])
+    for at, row in enumerate(candidates):
         config = row["config"]
-        if row["chosen"]:
-            chosen.add(len(rows))
         ridge = "-" if config["scope"] == "copy" else number(config["ridge"])
-        front = (config["scope"], _reads(config), ridge, str(config["fields"]))
+        front = (str(at), config["scope"], _reads(config), ridge, str(config["fields"]))
         if row["refused"]:
-            rows.append((*front, f"refused: {row['refused']}"))
-        else:
-            figures = (decimal(row.get(name)) for name in CANDIDATE_FIGURES)
-            rows.append((*front, number(row["parameters"]), *figures))
-    header = ("scope", "reads", "ridge", "fields", "parameters", *CANDIDATE_FIGURES.values())
+            fits.append((*front, f"refused: {row['refused']}"))
+            continue
+        fits.append((*front, number(row["parameters"]), *(decimal(row.get(n)) for n in FITTED)))
+        trials.append((str(at), *(_tried(row, name) for name in TRIED)))
+    selection = fitted.get("selection")
+    for name in ("source", "target") if selection else ():
+        known = {"gap_recovered": None, **selection[name]}
+        trials.append((f"the {name} alone", *(_tried(known, figure) for figure in TRIED)))
+    marked = frozenset(i for i, row in enumerate(trials) if row[0] in map(str, chosen))
+    names = ("candidate", "scope", "reads", "ridge", "fields", "parameters", *FITTED.values())
     return Section(
         "The map",
-        f"{text} {_chosen_by(kvmap['fitted'].get('selection'))} Of one candidate each figure is a "
-        f"single value without an interval: they chose the map and prove nothing about it, and "
+        f"{text} {_chosen_by(selection)} These figures chose the map and prove nothing about it: "
         f"the best of many looks better than it is.",
         grids=(
-            Grid("Candidates", header, tuple(rows), frozenset(chosen), frozenset({0, 1, 2, 3})),
+            Grid("Candidates", names, tuple(fits), chosen, frozenset({0, 1, 2, 3, 4})),
+            Grid(
+                "Candidates on the items that chose",
+                ("candidate", *TRIED.values()),
+                tuple(trials),
+                marked,
+            ),
         ),
     )
 
 
+def _tried(row: dict[str, Any], name: str) -> str:
+    """A figure with its interval; the value alone in a map that keeps none."""
+    value, interval = row.get(name), row.get("intervals")
+    if value is None or interval is None:
+        return decimal(value)
+    low, high = interval[name]
+    return written({"value": value, "low": low, "high": high}, interval=True, digits=3)
+
+
 def _chosen_by(selection: dict[str, Any] | None) -> str:
-    """What chose among the candidates, and the two models alone on the items that did."""
+    """What chose among the candidates."""
     if selection is None:
         return "Chosen among these candidates on items that this report never saw."
     chosen_by = str(selection.get("chosen_by"))
     by = {"loss": "held-out loss", "cosine": "the cosine of attention outputs"}
-    alone = "; ".join(
-        f"the {name} alone has NLL {decimal(selection[name]['nll'])} and accuracy "
-        f"{decimal(selection[name]['accuracy'])}"
-        for name in ("source", "target")
-    )
+    kept = "intervals" in selection["target"]
     return (
         f"Chosen among these candidates by {by.get(chosen_by, 'what the map does not say')} "
         f"on {number(selection['items'])} items that this report never saw, with "
         f"S = {number(selection['S'])} and N = {number(selection['N'])}. Gap recovered is in "
-        f"{selection['metric']}; on the same items {alone}."
+        f"{selection['metric']}; "
+        f"{'[low high] is the 95 % interval over items' if kept else 'the map keeps no intervals'}."
     )
 
 
