@@ -19,7 +19,7 @@ SourceOption = Annotated[str, typer.Option(help="source model: a folder, or a hu
 TargetOption = Annotated[str, typer.Option(help="target model: a folder, or a hub id")]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="write the result here as JSON")]
 UnprovenOption = Annotated[
-    bool, typer.Option("--allow-unproven", help="load a map that carries no evidence")
+    bool, typer.Option("--allow-unproven", help="load a map that no evidence proves")
 ]
 
 
