@@ -355,10 +355,15 @@ def test_evaluate_writes_the_report_and_report_shows_it(
     run("evaluate", work["kvmap"], *asked, "--json", same)
     again_found = json.loads(same.read_text())
     assert {**again_found, "latency": report["latency"]} == report
-    out.write_text(json.dumps({**report, "arms": {"target": 1}}))
-    refused = CliRunner().invoke(app, ["report", str(out), "--html", str(tmp_path / "none.html")])
-    assert refused.exit_code == 2
-    assert not (tmp_path / "none.html").exists()
+    timeless = {stage: [[0.0] * 5] * 2 for stage in report["latency"]["turns"]}
+    for spoilt in ({"arms": {"target": 1}}, {"latency": {**report["latency"], "turns": timeless}}):
+        out.write_text(json.dumps({**report, **spoilt}))
+        command = ["report", str(out), "--html", str(tmp_path / "none.html"), "--json", str(same)]
+        refused = CliRunner().invoke(app, command)
+        assert refused.exit_code == 2
+        assert "arm " not in refused.output  # nothing is shown of it
+        assert not (tmp_path / "none.html").exists()
+        assert json.loads(same.read_text()) == again_found
 
 
 def test_a_timed_evaluation_says_the_ratio_at_the_longest_length() -> None:
