@@ -88,7 +88,7 @@ def test_the_card_says_what_a_member_can_do(
         measured = accuracy[name, shown]
         low, high = (CHANCE + (1 - CHANCE) * bound for bound in interval(measured))
         said = [float(number) for number in re.findall(r"\d\.\d+", cell)]
-        assert said == pytest.approx([measured.mean(), low, high], abs=0.01)  # two answers of 160
+        assert said == pytest.approx([measured.mean(), low, high], abs=0.01)  # one answer is 0.006
 
 
 def test_the_family_is_small_and_whole() -> None:
