@@ -148,6 +148,10 @@ def test_whoever_may_apply_a_map_asks_the_same(
             ReadyMappers(registry, None).mapper(*prints)
         with pytest.raises(UnprovenError):  # held in memory since: still not proven
             registry.open(entry)
+        unread = Registry(tmp_path / "maps")
+        with pytest.raises(UnprovenError):
+            unread.load(*prints)
+        assert unread.resident.keys == [], "told from its header, without reading its matrices"
 
 
 def test_no_claim_of_an_unproven_map_ranks_it(pair: Pair, tmp_path: Path) -> None:
