@@ -135,31 +135,24 @@ def configuration(report: Report) -> Section:
     config, span = report.config, report.config["context_tokens"]
     said = config | {"context_tokens": f"{span['shortest']} to {span['longest']}"}
     said |= {"context_tokens asked": span["asked"]} if "asked" in span else {}
-    parts = said.pop("versions", {})
+    said |= {f"version of {name}": each for name, each in said.pop("versions", {}).items()}
     again = command(report)
-    settings = [
-        (name, number(value) if value is None else str(value)) for name, value in said.items()
-    ]
-    settings += [(f"version of {name}", str(version)) for name, version in parts.items()]
-    settings += [("command", again)] if again else []
+    settings = [("command", again)] if again else []
+    settings += [(name, "-" if value in (None, "") else str(value)) for name, value in said.items()]
     digests = tuple(
         (model, part, digest)
         for model, parts in report.fingerprints.items()
         for part, digest in parts.items()
     )
     lack = (
-        ""
-        if again
-        else (
-            " No command can be given: no task read the items, or the report is of a version that "
-            "did not keep which."
-        )
+        " No command can be given: no task read the items, or the report is of a version that did "
+        "not keep which."
     )
     return Section(
         "Configuration and fingerprints",
         f"What it takes to run this again: what was asked, the settings, the digests of the items, "
         f"of the map (without the evidence and the guard that may be added to it) and of both "
-        f"models, and the versions that computed the figures.{lack}",
+        f"models, and the versions that computed the figures.{'' if again else lack}",
         grids=(
             Grid("Configuration", ("setting", "value"), tuple(settings), texts=frozenset({0, 1})),
             Grid("Fingerprints", ("model", "part", "SHA-256"), digests, texts=frozenset({0, 1, 2})),
