@@ -6,7 +6,7 @@
     python build_scripts/bench.py repair --json F     what each choice of repair gives and costs
     python build_scripts/bench.py guard --json F      what a guard takes back, and what it misses
     python build_scripts/bench.py calibration --json F  quality by number of sequences; a refit from
-                                                      traffic
+                                                      traffic, and what counting costs answers
     python build_scripts/bench.py fits --json F       gap recovered by every way of fitting
     python build_scripts/bench.py triton --json F     through Triton against in process; pipeline
                                                       against target alone; routed requests

@@ -3,7 +3,8 @@ own traffic gains (run it through bench.py calibration).
 
 Growth: the same fit from the moments of the first 10, 50, 100 and 500 sequences. Traffic: a map of
 ten documents unlike what the server reads; that is counted, the map refitted from it alone and
-tried on what was held out.
+tried on what was held out. Delay: an answer while prompts wait to be counted, over the same answer
+while none does, turn by turn; and what it would be if counting did not stand still.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import secrets
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,6 +26,7 @@ from trtllm_kvmap.calibrate.config import CalibrationConfig
 from trtllm_kvmap.calibrate.run import calibrate
 from trtllm_kvmap.calibrate.traffic import TrafficConfig, TrafficMoments
 from trtllm_kvmap.decode.bridge import KvBridge
+from trtllm_kvmap.decode.session.session import Session
 from trtllm_kvmap.demo import REPORT_SEED
 from trtllm_kvmap.evaluate.arms import mapped
 from trtllm_kvmap.evaluate.bootstrap import draw, figure
@@ -45,6 +48,7 @@ JUDGED = EvaluationConfig(first_tokens=4, repair_window=32)
 JOINT = CalibrationConfig(joint=True)
 FITTED = FitConfig(scope="slice", n=8, fields="both", ridge=1e-4)
 TRAFFIC, TRAFFIC_TOKENS, TRAFFIC_FACTS = 120, 320, 20  # prompts that the server reads
+TURNS, WAITING, LONG, REPLY = 25, 6, 1000, 8  # answers timed; prompts waiting, their tokens
 
 
 def bench_calibration() -> dict[str, Any]:
@@ -69,12 +73,20 @@ def _pair(source_name: str, target_name: str) -> dict[str, Any]:
     for start, stop in zip((0, *SEQUENCES), SEQUENCES, strict=False):
         more = _calibrated(source, target, documents[start:stop])
         moments = more if moments is None else moments + more
+        kvmap = fit(moments, FITTED)
         growth.append(
             {"sequences": stop, "tokens": moments.record["tokens"]}
-            | _figures(fit(moments, FITTED), source, target, readings, alone)
+            | _figures(kvmap, source, target, readings, alone)
         )
         print(f"{source_name} to {target_name}: {growth[-1]}", flush=True)
-    return {"growth": growth, "traffic": _traffic(source, target)}
+    return {
+        "growth": growth,
+        "traffic": _traffic(source, target),
+        "delay": {
+            name: _delay(source, target, kvmap, counting)
+            for name, counting in (("standing_still", TrafficMoments), ("going_on", _Heedless))
+        },
+    }
 
 
 def _calibrated(
@@ -143,3 +155,42 @@ def _traffic(source: LoadedModel, target: LoadedModel) -> dict[str, Any]:
             "nll": trial.nll,
             "gap_recovered": trial.gap_recovered,
         }
+
+
+class _Heedless(TrafficMoments):
+    """Counts on while an answer is made."""
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        yield
+
+
+def _delay(
+    source: LoadedModel, target: LoadedModel, kvmap: KvMap, counting: type[TrafficMoments]
+) -> dict[str, float]:
+    """A hand-over and REPLY tokens with prompts waiting, over the same with none, in one turn."""
+    bridge, rng = KvBridge(kvmap, source=source, target=target), np.random.default_rng(TRAFFIC_SEED)
+    documents = (
+        target.tokenise(make_document(rng, LONG, TRAFFIC_FACTS, 0).text)
+        for _ in range(1 + TURNS * WAITING)
+    )
+    prompt = next(documents)
+
+    def answer(traffic: TrafficMoments) -> float:
+        session = Session({"source": source, "target": target}, [bridge], traffic=traffic)
+        session.add(prompt)
+        began = time.perf_counter()
+        session.switch("target")
+        session.generate(REPLY)
+        return time.perf_counter() - began
+
+    ratios = []
+    with counting(source, target, TrafficConfig(True, held_out_every=10**9)) as traffic:
+        for turn in range(TURNS):
+            traffic.drain()
+            alone = answer(traffic)
+            for _ in range(WAITING):
+                traffic.offer(next(documents))
+            time.sleep(turn % 5 / 100)  # at different moments of a reading
+            ratios.append(answer(traffic) / alone)
+    return {"median": float(np.median(ratios)), "most": max(ratios)}

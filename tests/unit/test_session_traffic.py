@@ -83,7 +83,11 @@ def test_nothing_is_counted_from_the_first_text_without_consent_on(
     handed_over(session_of(traffic, *pair), (private, False))
     handed_over(session_of(traffic, *pair), (private, False), (after, True))
     handed_over(session_of(traffic, *pair), (agreed, True), (private, False), (after, True))
-    assert offered == [[], [], agreed]
+    handed_over(session_of(traffic, *pair), (agreed, True), (private, False), (after, False))
+    session = session_of(traffic, *pair)
+    session.add(private)  # nobody was asked
+    session.switch("large", repair_window=4)
+    assert offered == [[], [], agreed, agreed, []]
 
 
 def test_a_conversation_is_counted_once_and_only_on_the_way_there(
@@ -102,7 +106,9 @@ def test_a_conversation_is_counted_once_and_only_on_the_way_there(
 def test_a_conversation_of_other_models_is_not_counted(
     pair: tuple[LoadedModel, LoadedModel], random_model: Callable, traffic: TrafficMoments
 ) -> None:
-    handed_over(session_of(traffic, pair[0], random_model("qwen3", seed=3)), (tokens(20, 1), True))
+    other = random_model("qwen3", seed=3)
+    for models in ((pair[0], other), (other, pair[1])):
+        handed_over(session_of(traffic, *models), (tokens(20, 1), True))
     traffic.drain()
     assert traffic.documents == 0
 

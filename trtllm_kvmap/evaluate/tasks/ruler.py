@@ -1,5 +1,5 @@
 """Long-context tasks made on the spot, in the spirit of RULER (Hsieh et al. 2024, arXiv
-2404.06654), for any tokenizer and any length.
+2404.06654), for any tokenizer, of 256 tokens and more.
 
 Sentences that matter are hidden among sentences that do not, and the questions are multiple choice:
 the wrong choices stand in the same text wherever the task has several needles, so that knowing
