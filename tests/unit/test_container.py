@@ -175,8 +175,8 @@ def test_a_header_that_json_cannot_hold_is_refused(tmp_path: Path, value: str) -
 
 
 def test_content_that_could_not_have_been_written_is_refused(path: Path) -> None:
-    """Nested as deeply as reading just allows, or holding what JSON has no word for."""
+    """Python reads numbers from JSON that JSON has no word for."""
     before, after = '{"kind":"thing","version":3,"digest":"0","content":{"a":', "}}"
-    for text in ("NaN", "1e999", *("[" * n + "]" * n for n in range(900, 1000))):
+    for text in ("NaN", "1e999", "-Infinity"):
         save_file(tensors(), path, metadata={HEADER_KEY: before + text + after})
         refused(path)

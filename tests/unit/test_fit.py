@@ -316,7 +316,7 @@ def test_a_map_that_would_read_nothing_is_refused(options: dict, dtype: str) -> 
         fit(moments, FitConfig(**options, rank=2, ridge=1e300))
 
 
-@pytest.mark.parametrize("value", [0.0, 4.0])
+@pytest.mark.parametrize("value", [0.0, 4.1])
 def test_a_target_head_that_never_varies_needs_no_weights(value: float) -> None:
     rows = draw_rows(*OTHER_WIDTH)
     still = Slice("target", "value", 2, 1)
@@ -324,7 +324,7 @@ def test_a_target_head_that_never_varies_needs_no_weights(value: float) -> None:
     kvmap = fit(rows.moment_set(), FitConfig(scope="head", k=2, dtype="float16"))
     (group,) = [g for g in kvmap.groups if still in targets_of(g)]
     assert not group.weight.any()  # rounding is all there is, and float16 has no such numbers
-    np.testing.assert_allclose(group.bias, value)
+    np.testing.assert_allclose(group.bias, value, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
