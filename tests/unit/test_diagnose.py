@@ -34,6 +34,7 @@ from trtllm_kvmap.evaluate.diagnosis.token_error import TokenErrors
 from trtllm_kvmap.evaluate.diagnosis.token_kinds import buckets_of, kinds_of, parts_of
 from trtllm_kvmap.evaluate.probe import ask
 from trtllm_kvmap.evaluate.reading import read_item
+from trtllm_kvmap.evaluate.run import evaluate
 from trtllm_kvmap.inject.hf_cache import view_pool
 from trtllm_kvmap.mapper.pool import KvPool
 from trtllm_kvmap.models import LoadedModel
@@ -250,6 +251,16 @@ def test_lengths_beyond_the_calibration_are_marked(pair: tuple[LoadedModel, Load
     for row in found.lengths:
         assert row.divergence["value"] > 0
         assert row.nll["value"] != row.target_nll["value"] != row.source_nll["value"]
+    arms = evaluate(kvmap, *pair, longer[96], CONFIG).arms
+    row = found.lengths[1]
+    assert [row.nll, row.accuracy, row.gap_recovered] == [
+        arms["mapped_repaired_8"][name] for name in ("nll", "accuracy", "gap_recovered")
+    ]
+    for arm in ("source", "target"):
+        taken = getattr(row, f"{arm}_nll"), getattr(row, f"{arm}_accuracy")
+        assert taken == (arms[arm]["nll"], arms[arm]["accuracy"])
+    assert arms["source"]["accuracy"] != arms["target"]["accuracy"]  # else this shows nothing
+    assert found.config["metric"] == "accuracy"
     untold = diagnose(random_map(*pair), *pair, [ITEMS[0]], CONFIG, {48: longer[48]})
     assert untold.lengths[0].beyond_calibration is None
 
