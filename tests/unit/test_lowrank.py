@@ -127,7 +127,7 @@ def test_a_rank_that_is_full_changes_nothing() -> None:
 
 def test_a_rank_beyond_the_matrix_is_refused() -> None:
     moments = ROWS.moment_set()  # pooled over 2 layers: 16 columns to 12
-    with pytest.raises(InputError, match=r"rank 13 is more than .*16 x 12.* at most 12"):
+    with pytest.raises(InputError, match=r"rank must be at most 12, got 13: .* 16 x 12"):
         fit(moments, replace(POOLED, rank=13))
 
 

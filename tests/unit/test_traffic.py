@@ -20,7 +20,7 @@ from trtllm_kvmap.artifact.moments import MomentSet
 from trtllm_kvmap.calibrate.config import CalibrationConfig
 from trtllm_kvmap.calibrate.run import calibrate
 from trtllm_kvmap.calibrate.traffic import TrafficConfig, TrafficMoments
-from trtllm_kvmap.errors import InputError
+from trtllm_kvmap.errors import InputError, UnavailableError
 from trtllm_kvmap.evaluate.promote import promote, refit, traffic_items
 from trtllm_kvmap.evaluate.run import EvaluationConfig
 from trtllm_kvmap.fit import FitConfig, fit
@@ -260,6 +260,27 @@ def test_a_prompt_that_a_model_chokes_on_is_counted_as_failed(
             traffic.offer(ids)
         traffic.drain()
         assert (traffic.documents, traffic.failed) == (0, 3)
+
+
+def test_sums_that_lack_half_a_prompt_are_not_given_out(
+    pair: tuple[LoadedModel, LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(FEW, held_out_every=1000)
+    with TrafficMoments(*pair, config, CalibrationConfig()) as traffic:
+        for ids in prompts(2):
+            _counted(traffic, ids)
+        _, values = traffic._sums
+
+        def out_of_memory(*_: object) -> None:
+            raise RuntimeError("out of memory")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(values, "add", out_of_memory)
+            _counted(traffic, prompts(1, seed=1)[0])
+        _counted(traffic, prompts(1, seed=2)[0])
+        assert (traffic.documents, traffic.failed) == (2, 1)
+        with pytest.raises(UnavailableError, match="some of the sums only"):
+            traffic.moments()
 
 
 def test_settings_are_checked(pair: tuple[LoadedModel, LoadedModel]) -> None:

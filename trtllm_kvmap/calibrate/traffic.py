@@ -27,7 +27,7 @@ from trtllm_kvmap.calibrate.accumulate import PartSums
 from trtllm_kvmap.calibrate.capture import CapturedKv, captured, read, token_table
 from trtllm_kvmap.calibrate.config import CalibrationConfig
 from trtllm_kvmap.calibrate.parts import plan_parts
-from trtllm_kvmap.errors import InputError
+from trtllm_kvmap.errors import InputError, UnavailableError
 from trtllm_kvmap.models import LoadedModel, require_same_tokens
 
 # What became of an offered prompt. Only `queued` and `held_out` keep its token ids for a while.
@@ -111,6 +111,7 @@ class TrafficMoments:
         self._adding, self._holding = threading.Lock(), threading.Lock()
         self._batch: set[bytes] = set()  # the marks of what was counted since sums last left
         self._fresh = 0  # how many conversations that were
+        self._torn = False  # a prompt is in some of the sums and not in others
         self._quiet, self._answers, self._closing = threading.Condition(), 0, False
         self._thread: threading.Thread | None = None
         if config.consent:
@@ -184,9 +185,15 @@ class TrafficMoments:
         where one person's conversations bear different names and tokens, and it is no differential
         privacy: treat the file as you treat a model trained on the text.
 
-        Raises InputError before a batch is full.
+        Raises InputError before a batch is full, UnavailableError when adding a prompt failed half
+        way (memory ran out): nothing is counted or given out from then on.
         """
         with self._adding:
+            if self._torn:
+                raise UnavailableError(
+                    "A prompt could be added to some of the sums only, so they are not given out; "
+                    "make more memory free, and count anew."
+                )
             if self._fresh < self.config.min_documents:
                 raise InputError(
                     f"{self._fresh} different conversations have been counted since moments last "
@@ -255,13 +262,15 @@ class TrafficMoments:
         self._pending.task_done()
 
     def _count(self, marks: Marks, token_ids: tuple[int, ...]) -> None:
-        if marks & self._batch:  # it waited beside another of its conversation
+        if self._torn or marks & self._batch:  # the latter: it waited beside one of its own
             return
         kv = self._read(self.source, token_ids), self._read(self.target, token_ids)
         self._wait()
         with self._adding:
+            self._torn = True
             for part in self._sums:
                 part.add(*kv, self.calibration.skip_first)
+            self._torn = False
             self._batch |= marks
             self._fresh += 1
             self.documents += 1

@@ -96,8 +96,8 @@ def _fitted(factor: Factor, targets: Block, config: FitConfig) -> FittedGroup:
     weight, second = solution.weight, None
     if config.rank > min(weight.shape):
         raise InputError(
-            f"rank {config.rank} is more than the matrix of the {describe(targets)} has, which is "
-            f"{weight.shape[0]} x {weight.shape[1]}; give at most {min(weight.shape)}."
+            f"rank must be at most {min(weight.shape)}, got {config.rank}: the matrix of the "
+            f"{describe(targets)} is {weight.shape[0]} x {weight.shape[1]}."
         )
     if 0 < config.rank < min(weight.shape):
         down, up = truncate(factor, weight, targets, config.rank, config.cut)
