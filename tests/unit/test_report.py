@@ -269,7 +269,7 @@ def test_a_gap_by_length_stands_beside_what_it_is_taken_from() -> None:
     assert loss.header[1] == "gap recovered in nll"
     (alone,) = section_of["none"].grids
     assert alone.header[1] == "gap recovered (of which metric is not said)"
-    assert "does not name" in section_of["none"].text
+    assert "does not name the metric" in section_of["none"].text
 
 
 def older(found: Diagnosis) -> dict:

@@ -161,7 +161,11 @@ def _tokens(found: Diagnosis) -> Section:
 
 def _lengths(found: Diagnosis) -> Section:
     metric = found.config.get("metric")
-    of = f"in {metric}" if metric else "in a metric that this diagnosis does not name"
+    of_gap = (
+        f"The gap recovered is in {metric}, and stands beside the figures that it is taken from."
+        if metric
+        else "This diagnosis does not name the metric of its gap recovered: it need not be the loss."
+    )
     tokens = [row.tokens for row in found.lengths]
     tables = length_tables(found, _kl)
     pictures = []
@@ -179,8 +183,7 @@ def _lengths(found: Diagnosis) -> Section:
     return Section(
         "Diagnosis: other lengths",
         f"The map on contexts of other lengths, also longer than any it was fitted on, with 95 % "
-        f"intervals over contexts. The gap recovered is {of}, and stands beside the figures that "
-        f"it is taken from. KL is of the mapped cache from the native target.",
+        f"intervals over contexts. {of_gap} KL is of the mapped cache from the native target.",
         tuple(pictures),
         tuple(Grid(t.title, t.header, t.rows) for t in tables),
     )
