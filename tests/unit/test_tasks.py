@@ -179,7 +179,7 @@ def test_text_pieces_begin_as_the_tokenizer_begins_a_text(tmp_path: Path) -> Non
         ({"task": "text", "data": "absent.txt"}, "absent.txt"),
         ({"num_items": 0}, "num_items"),
         ({"skip": -1}, "negative"),
-        ({"context_tokens": 12}, "facts"),
+        ({"context_tokens": 12}, "context_tokens must be at least 25 for the task tiny"),
     ],
 )
 def test_what_cannot_be_read_is_said(
