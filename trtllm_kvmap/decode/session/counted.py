@@ -52,7 +52,7 @@ Owner = TypeVar("Owner", bound=HasCounted)
 def undisturbed(
     method: Callable[Concatenate[Owner, Given], Result],
 ) -> Callable[Concatenate[Owner, Given], Result]:
-    """Nothing is counted in the background while ``method`` runs."""
+    """Counting in the background stands still while ``method`` runs."""
 
     @wraps(method)
     def run(owner: Any, /, *args: Given.args, **kwargs: Given.kwargs) -> Result:

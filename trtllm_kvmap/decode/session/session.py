@@ -36,7 +36,7 @@ class Session:
     effect. Either is said in ``hops``, the record of all switches.
 
     ``traffic`` is offered what was added with consent, whenever the conversation goes from its
-    source to its target. It counts in the background, and never while a method runs here.
+    source to its target. It counts in the background, and stands still while a method runs here.
 
     Raises InputError for a bridge between models that are not of the conversation.
     """
@@ -123,6 +123,7 @@ class Session:
         self.held[self.active] = held.read_on(cache)
         return self._say(said)
 
+    @undisturbed
     def mirror(self, to: str, *, first_tokens: int = 1, tokens_per_block: int = 32) -> None:
         """Keep the model ``to`` in hot standby (session.mirror): each block that the active model
         fills is mapped for it at once, so that a switch there costs only the repair. Ends when the
