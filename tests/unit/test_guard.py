@@ -265,7 +265,10 @@ WRITTEN = {"weights": [1], "bias": 0, "limit": 1, "measured": {}}
 NESTED = WRITTEN | {"recalling": WRITTEN | {"recalling": WRITTEN}}
 
 
-@pytest.mark.parametrize("broken", [None, {}, {**WRITTEN, "limit": "x"}, NESTED])
+BROKEN = (None, {}, WRITTEN | {"limit": "x"}, WRITTEN | {"bias": 10**400}, NESTED)
+
+
+@pytest.mark.parametrize("broken", BROKEN)
 def test_a_guard_that_cannot_be_read_is_refused(broken: object) -> None:
     with pytest.raises(FormatError, match="set it again with `trtllm-kvmap guard`"):
         Guard.from_json(broken)

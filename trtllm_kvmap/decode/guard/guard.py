@@ -85,7 +85,7 @@ class Guard:
                 measured=dict(entry["measured"]),
                 recalling=None if recalling is None else Guard.from_json(recalling),
             )
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise FormatError(
                 f"The guard in the map cannot be read ({error!r}); set it again with "
                 f"`trtllm-kvmap guard`."
