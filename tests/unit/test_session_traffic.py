@@ -128,10 +128,18 @@ def test_counting_stands_still_while_a_conversation_works(
             return usual(*args, **kwargs)
 
         monkeypatch.setattr(session_module, name, noted)
+
+    class Noted(session_module.Mirror):
+        def follow(self, *given: Any) -> None:
+            answers.append(traffic._answers)
+            super().follow(*given)
+
+    monkeypatch.setattr(session_module, "Mirror", Noted)
     session = session_of(traffic, *pair)
     session.add(tokens(20, 0))
     for work in (
         session.read,
+        lambda: session.mirror("large"),
         lambda: session.switch("large", repair_window=4),
         lambda: session.generate(2),
         session.upgrade,
