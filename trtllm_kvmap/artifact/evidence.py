@@ -25,8 +25,7 @@ def require_proven(name: object, evidence: Any) -> None:
     """Raise UnprovenError, which begins with ``name``, unless ``evidence`` proves its map."""
     if why := unproven(evidence):
         raise UnprovenError(
-            f"{name} is unproven: {why}, or allow unproven maps (allow_unproven=True, "
-            f"--allow-unproven)."
+            f"{name} is unproven: {why}, or allow unproven maps (allow_unproven=True)."
         )
 
 
