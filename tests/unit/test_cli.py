@@ -199,6 +199,19 @@ def test_generate_continues_and_says_what_was_mapped(work: dict[str, Any], tmp_p
     assert 0 <= drafted["acceptance_rate"] <= 1
 
 
+def test_what_is_printed_is_one_line_however_long(work: dict[str, Any], tmp_path: Path) -> None:
+    """Whatever reads a pipe sees no break that the model, or a path, does not have."""
+    out, prompt = tmp_path / "said.json", " ".join(["<bos>", *["after anna ben near"] * 20])
+    options = ("--allow-unproven", "--max-new-tokens", 60, "--json", out)
+    shown = run("generate", work["kvmap"], *pair(work), "--prompt", prompt, *options)
+    answer = json.loads(out.read_text())["text"]
+    assert len(answer) > 200
+    assert answer in shown.splitlines()
+    deep = tmp_path / "a folder with a long name" / ("x" * 100) / "pair.kvmap.safetensors"
+    shown = run("fit", work["moments"], "--out", deep, "--scope", "slice", "--n", 1)
+    assert f"Wrote {deep}: slice" in shown
+
+
 @pytest.mark.parametrize("recall", [False, True])
 @pytest.mark.parametrize(("limit", "status"), [(1e9, "applied"), (-1e9, "fallback_reprefill")])
 def test_generate_asks_the_guard_that_the_map_carries(

@@ -52,5 +52,5 @@ def alternate(
         said = "-" if slope["value"] is None else f"{slope['value']:+.4f} nats a turn"
         if slope["low"] is not None:
             said += f" [{slope['low']:+.4f} {slope['high']:+.4f}]"
-        console.print(f"drift where {name} answers: {said}", highlight=False)
+        console.print(f"drift where {name} answers: {said}", soft_wrap=True)
     write_json(json, found.to_json())

@@ -72,7 +72,7 @@ def calibrate(
                 resume=resume,
                 on_document=show,
             )
-    console.print(f"Wrote {out}: {moments.record['tokens']:,} tokens", highlight=False)
+    console.print(f"Wrote {out}: {moments.record['tokens']:,} tokens", soft_wrap=True)
     write_json(json, moments.record)
 
 
@@ -89,9 +89,7 @@ def said_when_interrupted(out: Path, *, resume: bool) -> Iterator[None]:
             said = f"{partial} keeps the sums so far: the same command with --resume goes on there."
         else:
             said = f"Nothing was written yet; {out} is as it was."
-        complaints.print(
-            f"trtllm-kvmap: interrupted. {said}", markup=False, highlight=False, soft_wrap=True
-        )
+        complaints.print(f"trtllm-kvmap: interrupted. {said}", soft_wrap=True)
         raise typer.Exit(130) from interrupt
 
 
@@ -111,4 +109,4 @@ def _print_estimate(source: str, target: str, config: CalibrationConfig, tokens:
         available=total_memory(),
     )
     for sentence in found.sentences():
-        console.print(sentence, highlight=False)
+        console.print(sentence, soft_wrap=True)

@@ -56,10 +56,10 @@ def diagnose(
             on_item=show,
             task=task_config,
         )
-    console.print(headline(diagnosis))
+    console.print(headline(diagnosis), soft_wrap=True)
     for table in tables(diagnosis):
         console.print(table)
         console.print()
     for name, reason in diagnosis.refused.items():
-        console.print(f"{name}: not run, {reason}")
+        console.print(f"{name}: not run, {reason}", soft_wrap=True)
     write_json(json, diagnosis.to_json())

@@ -93,7 +93,7 @@ def evaluate(
         report = replace(report, latency=measured)
     console.print(table(report))
     if report.latency is not None:
-        console.print(timing(report.latency))
+        console.print(timing(report.latency), soft_wrap=True)
     write_json(json, report.to_json())
     write_report(render_report(report, html, markdown))
     if attach:
@@ -101,7 +101,7 @@ def evaluate(
         judged.save(kvmap)
         console.print(f"Stored the evidence in {kvmap}", soft_wrap=True)
         if why := unproven(judged.evidence):
-            console.print(f"The map stays unproven: {why}.")
+            console.print(f"The map stays unproven: {why}.", soft_wrap=True)
 
 
 def timing(latency: dict[str, Any]) -> str:

@@ -68,7 +68,9 @@ def fit(
     else:
         kvmap = _choose(moments, candidates, source, target, task_config, config, choose_by)
     kvmap.save(out)
-    console.print(f"Wrote {out}: {kvmap.scope}, {kvmap.num_parameters:,} parameters")
+    console.print(
+        f"Wrote {out}: {kvmap.scope}, {kvmap.num_parameters:,} parameters", soft_wrap=True
+    )
     write_json(json, describe(kvmap))
 
 
@@ -104,7 +106,7 @@ def _choose(
             choose_by=choose_by,
         )
     for row in rows:
-        console.print(_line(row), highlight=False)
+        console.print(_line(row), soft_wrap=True)
     return kvmap
 
 
@@ -137,9 +139,9 @@ def _print_estimates(moments: list[Path], candidates: list[FitConfig]) -> None:
     for candidate in candidates:
         found = estimate_fit(*specs, candidate, flops_per_second=rate, available=available)
         name = candidate_name(asdict(candidate))
-        console.print(f"{name}: {' '.join(found.sentences())}", highlight=False)
+        console.print(f"{name}: {' '.join(found.sentences())}", soft_wrap=True)
     seconds = layer_r2_flops(*specs) / rate
     console.print(
         f"What each source layer explains, for the report: about {say_seconds(seconds)} more.",
-        highlight=False,
+        soft_wrap=True,
     )

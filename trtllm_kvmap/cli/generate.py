@@ -95,10 +95,10 @@ def generate(
     if guard is not None and made.signals is not None:
         guard = guard.deciding(made.signals)
     handoff, plan = made.handoff, made.handoff.plan
-    complaints.print(_said(made, guard), markup=False, highlight=False)
+    complaints.print(_said(made, guard), soft_wrap=True)
     counts = config.first_tokens, config.repair_window, config.selected_tokens
     if guard is not None and (unlike := guard.unlike(*counts)):
-        complaints.print(unlike, markup=False, highlight=False)
+        complaints.print(unlike, soft_wrap=True)
     tokenizer: Any = bridge.target.tokenizer
     stops = {tokenizer.eos_token_id} - {None}
     count, drafted = config.max_new_tokens, None
@@ -113,7 +113,7 @@ def generate(
             bridge.target, handoff.cache, handoff.logits, count, eos_token_ids=stops
         )
     answer = tokenizer.decode(tokens)
-    console.print(answer, markup=False, highlight=False)
+    console.print(answer, soft_wrap=True)
     write_json(
         json,
         {

@@ -65,14 +65,14 @@ def guard(
     )
     if found.recalling is not None:
         said += f"; where recall is weighed, it {_rates(found.recalling.measured)}"
-    console.print(said, highlight=False, soft_wrap=True)
+    console.print(said, soft_wrap=True)
     if len(items) > 1:
         for kind, figures in (found.recalling or found).measured["kinds"].items():
             line = f"  {kind}: {_rates(figures)}"
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            console.print(line, soft_wrap=True)
     for each in (found, found.recalling):
         if each and (warning := taken_back_too_often(each.measured, config.taken_back)):
-            console.print(warning, highlight=False, soft_wrap=True)
+            console.print(warning, soft_wrap=True)
     write_json(json, found.to_json())
 
 

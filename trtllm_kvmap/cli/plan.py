@@ -58,7 +58,7 @@ def plan(
 ) -> None:
     """Map, read again, or stay: what each costs a conversation, and from which length on it pays.
 
-    A map without evidence is never chosen.
+    A map whose evidence does not speak for it is never chosen.
     """
     loaded = KvMap.load(kvmap, allow_unproven=True)
     situation = Situation(num_tokens, reply_tokens, direction, mirrored)  # type: ignore[arg-type]
@@ -79,8 +79,8 @@ def plan(
     )
     costs = compute_by_choice(situation, known, found, per_token)
     console.print(_table(loaded, situation, found, costs))
-    console.print(_break_even(found), highlight=False)
-    console.print(f"{found.choice}: {found.reason}", markup=False, highlight=False)
+    console.print(_break_even(found), soft_wrap=True)
+    console.print(f"{found.choice}: {found.reason}", soft_wrap=True)
     write_json(
         json,
         {
@@ -159,7 +159,7 @@ def _measure(
     )
     if out is not None:
         found.save(out)
-        console.print(f"Wrote {out}", highlight=False)
+        console.print(f"Wrote {out}", soft_wrap=True)
     return found
 
 

@@ -51,5 +51,5 @@ def recipe(
         outcome, files = run_recipe(name, folder, over=over, own=own, on_progress=show)
     outcome.show(console)
     for file in files:
-        console.print(f"Wrote {file}", highlight=False)
-    console.print(f"OK: {outcome.sentence}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"Wrote {file}", soft_wrap=True)
+    console.print(f"OK: {outcome.sentence}", soft_wrap=True)

@@ -56,5 +56,5 @@ def refine(
         f"Wrote {out}: {config.term} of {config.width} channels, scale "
         f"{refined.fitted['refined']['scale']}, {refined.num_parameters:,} parameters. It carries "
         f"no evidence yet: run evaluate --attach.",
-        highlight=False,
+        soft_wrap=True,
     )

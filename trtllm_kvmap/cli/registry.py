@@ -56,9 +56,7 @@ def list_(url: UrlArgument, json: JsonOption = None) -> None:
     _print([entry for entry in found if isinstance(entry, Entry)])
     unusable = [entry for entry in found if isinstance(entry, Unusable)]
     for each in unusable:
-        console.print(
-            f"unusable: {each.path}: {each.reason}", markup=False, highlight=False, soft_wrap=True
-        )
+        console.print(f"unusable: {each.path}: {each.reason}", soft_wrap=True)
     maps = [entry.to_json() for entry in found if isinstance(entry, Entry)]
     write_json(json, {"maps": maps, "unusable": [asdict(each) for each in unusable]})
 
@@ -76,7 +74,7 @@ def verify(url: UrlArgument, public_key: KeyOption = None, json: JsonOption = No
         else:
             said[entry.path] = registry.problems(entry)
         verdict = "; ".join(said[entry.path]) or "sound"
-        console.print(f"{entry.path}: {verdict}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"{entry.path}: {verdict}", soft_wrap=True)
     write_json(json, said)
     if any(said.values()):
         raise typer.Exit(1)
@@ -107,7 +105,7 @@ def add(
 ) -> None:
     """Store a map under a name made of its pair and digest, whole or not at all."""
     entry = Registry(url).add(KvMap.load(kvmap, allow_unproven=True))
-    console.print(f"Stored {entry.path}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"Stored {entry.path}", soft_wrap=True)
 
 
 @verb
@@ -122,7 +120,7 @@ def sign(
     if not found:
         raise InputError(f"{url} has no readable map {path!r}; `registry list` shows the names.")
     registry.sign(found[0], _bytes(private_key) or b"")
-    console.print(f"Signed {path}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"Signed {path}", soft_wrap=True)
 
 
 @verb
@@ -159,7 +157,7 @@ def sizes(
     console.print(
         "Published: pooled ridge mappers of the average size of that publication's own models, "
         "which are not these.",
-        highlight=False,
+        soft_wrap=True,
     )
     write_json(json, rows)
 
@@ -182,7 +180,7 @@ def _print(entries: list[Entry]) -> None:
             f"{'signed' if entry.signed else 'not signed'}"
         )
         for line in (entry.path, said):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            console.print(line, soft_wrap=True)
 
 
 def _bytes(path: Path | None) -> bytes | None:

@@ -40,4 +40,4 @@ def triton(
         allow_unproven=allow_unproven,
         speeds=None if speeds is None else Speeds.load(speeds),
     )
-    console.print(f"Wrote {out}: {len(files)} files, lane {lane}", highlight=False)
+    console.print(f"Wrote {out}: {len(files)} files, lane {lane}", soft_wrap=True)
