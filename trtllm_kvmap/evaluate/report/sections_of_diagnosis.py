@@ -164,8 +164,8 @@ def _lengths(found: Diagnosis) -> Section:
     of_gap = (
         f"The gap recovered is in {metric}, and stands beside the figures that it is taken from."
         if metric
-        else "This diagnosis does not name the metric of its gap recovered; it need not be the loss "
-        "beside it."
+        else "This diagnosis does not name the metric of its gap recovered; it need not be the "
+        "loss beside it."
     )
     tokens = [row.tokens for row in found.lengths]
     tables = length_tables(found, _kl)
