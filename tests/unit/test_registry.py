@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -368,6 +369,31 @@ def test_a_folder_that_cannot_be_read_is_not_an_empty_one(
     for verb in ("list", "verify"):
         said = " ".join(run("registry", verb, tmp_path, status=2).split())
         assert "cannot be read ([Errno 13] Permission denied" in said
+
+
+@pytest.mark.parametrize("name", ["half \ud800", "a\nb: sound", "\x1b[31mred"])
+def test_names_that_cannot_be_printed_stand_in_nobodys_way(
+    tmp_path: Path, pair: Pair, name: str
+) -> None:
+    """No text a terminal can show, or text that writes lines of its own into a list."""
+    registry, kvmap = Registry(tmp_path), proven(pair, seed=1)
+    sound = registry.add(proven(pair))
+    kvmap = replace(kvmap, source=replace(kvmap.source, name=name))
+    with pytest.raises(FormatError, match="its names are"):
+        registry.add(kvmap)
+    kvmap.save(tmp_path / "odd.kvmap.safetensors")
+    file = os.fsencode(tmp_path) + b"/\xff\n.kvmap.safetensors"
+    shutil.copy(tmp_path / sound.path, file)
+    found = {each.path: each for each in registry.scan()}
+    assert found.pop(sound.path) == sound
+    assert sorted(found) == [r"\udcff\n.kvmap.safetensors", "odd.kvmap.safetensors"]
+    for each in found.values():
+        assert isinstance(each, Unusable)
+        assert (each.path + each.reason).isprintable()
+    assert registry.load(*prints(pair))
+    said = run("registry", "list", tmp_path).splitlines()
+    assert len(said) == 4
+    assert len(run("registry", "verify", tmp_path, status=1).splitlines()) == 3
 
 
 def test_another_file_system_that_cannot_be_read_says_so(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,10 @@ from trtllm_kvmap.artifact.fingerprint import Fingerprint
 from trtllm_kvmap.artifact.pair import pair_from_json
 from trtllm_kvmap.errors import FormatError
 from trtllm_kvmap.spec.model import ModelSpec
+
+# Control characters, line ends and halves of characters: no terminal shows them, and a list of
+# names would get lines that nobody wrote.
+UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +80,16 @@ def entry_from_content(
         evidence = content["evidence"]
         if evidence is not None and not isinstance(evidence, dict):
             raise TypeError("its evidence is no object")
+        pair, scope = pair_from_json(content), str(content["scope"])
+        names = pair["source"].name, pair["target"].name, scope
+        if UNPRINTABLE.search("".join(names)):
+            raise ValueError(f"its names are {names}")
         return Entry(
             path=path,
             size=size,
             digest=digest,
-            **pair_from_json(content),
-            scope=str(content["scope"]),
+            **pair,
+            scope=scope,
             evidence=evidence,
             signed=signed,
         )

@@ -13,7 +13,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from trtllm_kvmap.artifact.container import read_digest, read_head
-from trtllm_kvmap.artifact.entry import Entry, Unusable, entry_from_content
+from trtllm_kvmap.artifact.entry import UNPRINTABLE, Entry, Unusable, entry_from_content
 from trtllm_kvmap.artifact.evidence import require_proven, unproven
 from trtllm_kvmap.artifact.fingerprint import Fingerprint
 from trtllm_kvmap.artifact.kvmap import FORMAT_VERSION, KIND, KvMap
@@ -63,8 +63,15 @@ class Registry:
         for path, error in unread:
             if not self._relative(path):
                 raise InputError(f"The registry {self.url} cannot be read ({error}).") from error
-            yield Unusable(self._relative(path), f"The folder cannot be read ({error}).")
+            yield Unusable(
+                repr(self._relative(path))[1:-1], f"The folder cannot be read ({error})."
+            )
         for path in sorted(path for path in found if path.endswith(SUFFIX)):
+            if UNPRINTABLE.search(self._relative(path)):
+                yield Unusable(
+                    repr(self._relative(path))[1:-1], "Its name cannot be printed; rename it."
+                )
+                continue
             try:
                 yield self._entry(path, found[path]["size"], path + SIGNATURE in found)
             except FileNotFoundError:
@@ -148,15 +155,21 @@ class Registry:
 
     def add(self, kvmap: KvMap) -> Entry:
         """Store ``kvmap`` under a name made of its pair and digest: equal maps are one file, and
-        two writers never write to one name.
+        two writers never write to one name. Raises FormatError for a map that could not be listed,
+        InputError where nothing can be written.
         """
         with tempfile.TemporaryDirectory() as folder:
             written = Path(folder) / "map"
             digest = kvmap.save(written)
+            size = written.stat().st_size
             pair = f"{_file_name(kvmap.source.name)}-to-{_file_name(kvmap.target.name)}"
             path = f"{self._root.rstrip('/')}/{pair}-{digest[:16]}{SUFFIX}"
+            with written.open("rb") as stream:  # what could not be listed is not stored
+                content, _ = read_head(stream, self._relative(path), size, KIND, FORMAT_VERSION)
+            signed = self._files.exists(path + SIGNATURE)
+            entry = entry_from_content(self._relative(path), size, digest, content, signed=signed)
             self._put(path, lambda part: self._files.put_file(str(written), part))
-            return self._entry(path, written.stat().st_size, self._files.exists(path + SIGNATURE))
+            return entry
 
     def sign(self, entry: Entry, private_key: bytes) -> None:
         """Sign the map of ``entry``, which is read as a whole first: nobody signs a damaged one."""
