@@ -3,9 +3,9 @@
 A guard is set as `trtllm-kvmap guard` sets it, on documents and conversations of its own and
 damaged copies of the map, another on the same without a look at how hard the text is to the source,
 and one on the documents alone; each without the recall and with it. They then meet requests that
-they were not set on. A map is bad for a request when the target
-answers fewer of the questions about the document than the source alone. 64 tokens are computed that
-the source attends to. The kinds of traffic:
+they were not set on. A map is bad for a request when the target answers fewer of the questions
+about the document than the source alone. 64 tokens are computed that the source attends to. The
+kinds of traffic:
 
 documents         as the models were trained on, 256 to 1,024 tokens, some of it said again
 conversations     documents about which 16 questions were asked and answered; the map never saw a

@@ -185,7 +185,7 @@ def megabytes_of_processes(repository: Path) -> dict[str, int]:
     taken: dict[str, int] = {}
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
-            words = (process / "cmdline").read_text().split("\0")
+            words = (process / "cmdline").read_text(errors="replace").split("\0")
             for word in words:
                 if word.startswith(f"{repository}/"):
                     model = Path(word).relative_to(repository).parts[0]

@@ -31,7 +31,7 @@ def guard(
     config: GuardConfig,
     also: Annotated[
         list[str] | None,
-        typer.Option(help="another kind of traffic, TASK or TASK=FILE; may be given several times"),
+        typer.Option(help="another kind of traffic, TASK or TASK=FILE; repeatable"),
     ] = None,
     json: JsonOption = None,
 ) -> None:

@@ -14,7 +14,7 @@ class FitGrid:
     """Every combination of the values given; an axis counts only for the scopes that read it."""
 
     scope: tuple[str, ...] = field(
-        default=("slice",), metadata={"help": "copy, head, pooled or slice; may be repeated"}
+        default=("slice",), metadata={"help": "copy, head, pooled or slice; repeatable"}
     )
     k: tuple[int, ...] = field(
         default=(4,), metadata={"help": "source layers a head reads (head, pooled); repeatable"}
