@@ -46,7 +46,15 @@ UNSOUND: dict[str, tuple[Any, str]] = {
         whole_evidence(controls=PASSED | {"reinjection": "failed"}),
         "does not hold (reinjection not passed)",
     ),
-    "another failed": (whole_evidence(controls=PASSED | {"c": None}), "(c not passed)"),
+    "another failed": (whole_evidence(controls=PASSED | {"c": None}), "('c' not passed)"),
+    "a line of its own": (
+        whole_evidence(controls=PASSED | {"c\nm: sound": None}),
+        r"('c\nm: sound' not passed)",
+    ),
+    "another metric": (
+        without_a_gap() | {"config": {"metric": "\n"}, "arms": {}},
+        "do not say why",
+    ),
     "true control": (whole_evidence(controls=PASSED | {"reinjection": True}), "(reinjection not"),
     "bare gap": (whole_evidence(gap_recovered=0.9), "no gap recovered with an interval"),
     "half a gap": (
@@ -92,6 +100,7 @@ def test_no_gap_is_read_off_the_two_models_alone() -> None:
     assert "nll 1.9 against 2" in of("nll", 1.9, 2.0)
     for wrong in ((None, 1.0), (1.0, "2"), (math.nan, 1.0), (1, 10**400)):
         assert of("nll", *wrong) == ""
+    assert of("worse\nm: sound", 1.0, 1.0) == ""
     for damaged in ({}, {"config": []}, {"config": {"metric": []}, "arms": {}}):
         assert no_gap(damaged) == ""
 

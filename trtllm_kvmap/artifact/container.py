@@ -110,7 +110,7 @@ def _content(path: str | Path, header: dict[str, Any], kind: str, newest: int) -
     version = header.get("version")
     if type(version) is not int or not 1 <= version <= newest:
         raise FormatError(
-            f"{path} has format version {version}; this package reads versions 1 to {newest}. "
+            f"{path} has format version {version!r}; this package reads versions 1 to {newest}. "
             f"Write it again with this package, or install a newer one."
         )
     content = header.get("content")

@@ -57,7 +57,8 @@ def flaw_of(evidence: Any) -> str:
     if not isinstance(controls, Mapping):
         return "its evidence names no controls"
     said = dict.fromkeys(CONTROLS) | dict(controls)
-    if failed := [name for name, verdict in said.items() if verdict != PASSED]:
+    failed = [n if n in CONTROLS else repr(n) for n, verdict in said.items() if verdict != PASSED]
+    if failed:
         return f"its evidence does not hold ({', '.join(failed)} not passed)"
     gap = evidence.get("gap_recovered")
     if not isinstance(gap, Mapping) or not {"value", "low", "high"} <= set(gap):
@@ -78,7 +79,7 @@ def no_gap(report: Mapping[str, Any]) -> str:
         source, target = (report["arms"][name][metric]["value"] for name in ("source", "target"))
     except (LookupError, TypeError):
         return ""
-    if not (is_number(source) and is_number(target)):
+    if metric not in ("accuracy", "nll") or not (is_number(source) and is_number(target)):
         return ""
     if (target < source) if metric == "nll" else (target > source):
         return ""
