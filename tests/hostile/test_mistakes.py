@@ -185,6 +185,24 @@ def test_an_output_that_cannot_be_written_is_refused_before_any_work(
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+def test_what_is_read_is_not_overwritten_by_what_is_written(
+    kvmap: Path, pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    moments, text = kvmap.with_name("m.moments.safetensors"), kvmap.with_name("text.jsonl")
+    before = [path.read_bytes() for path in (kvmap, moments, text)]
+    models, page = ("--source", pair[0], "--target", pair[1]), tmp_path / "page"
+    for arguments in (
+        ("calibrate", *pair, "--text", text, "--out", text),
+        ("fit", moments, "--out", moments, "--n", 2),
+        ("evaluate", kvmap, *models, "--task", "text", "--data", text, "--json", text),
+        ("evaluate", kvmap, *models, "--html", kvmap),
+    ):
+        assert "which is read" in complaint(*arguments)
+    said = complaint("evaluate", kvmap, *models, "--html", page, "--markdown", page)
+    assert "--html and --markdown would both write" in said
+    assert [path.read_bytes() for path in (kvmap, moments, text)] == before
+
+
 def test_an_estimate_for_a_negative_number_of_tokens(pair: tuple[Path, Path]) -> None:
     said = complaint("calibrate", *pair, "--estimate", "--estimate-tokens", "-5")
     assert "at least 1, got -5" in said

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, wraps
 from pathlib import Path
@@ -23,9 +23,11 @@ from rich.progress import (
 
 from trtllm_kvmap.artifact.whole import require_writable, write_text
 from trtllm_kvmap.cli.wording import flags_of, in_flags
-from trtllm_kvmap.errors import FormatError, KvMapError
+from trtllm_kvmap.errors import FormatError, InputError, KvMapError
 
 Result = TypeVar("Result")
+
+WRITTEN = ("out", "json", "html", "markdown")  # the parameters that name a file to write
 
 app = typer.Typer(
     name="trtllm-kvmap",
@@ -41,8 +43,9 @@ complaints = Console(stderr=True, markup=False, emoji=False, highlight=False)
 
 
 def verb(command: Callable[..., Result]) -> Callable[..., Result]:
-    """Register a command. Whether its --json can be written is asked before it does anything; a
-    KvMapError ends it with one sentence, in the words of its flags, and exit status 2.
+    """Register a command. Whether its --json can be written, and is no file that is read, is asked
+    before it does anything; a KvMapError ends it with one sentence, in the words of its flags, and
+    exit status 2.
     """
     return register(app, command)
 
@@ -54,6 +57,7 @@ def register(group: typer.Typer, command: Callable[..., Result]) -> Callable[...
     @wraps(command)
     def run(*args: Any, **kwargs: Any) -> Result:
         try:
+            require_apart(kwargs, flags)
             require_all_writable(kwargs.get("json"))
             return command(*args, **kwargs)
         except KvMapError as error:
@@ -65,6 +69,29 @@ def register(group: typer.Typer, command: Callable[..., Result]) -> Callable[...
     run.__signature__ = inspect.signature(command, eval_str=True)  # type: ignore[attr-defined]
     group.command(command.__name__.removesuffix("_"))(run)
     return run
+
+
+def require_apart(given: Mapping[str, Any], flags: Mapping[str, str]) -> None:
+    """Raise InputError where a verb would write over a file that it reads, or twice to one: what
+    took hours would be lost.
+    """
+    taken: dict[Path, str] = {}
+    for name in filter(given.get, WRITTEN):
+        path = Path(given[name]).resolve()
+        if path in taken:
+            raise InputError(
+                f"{taken[path]} and {flags[name]} would both write {given[name]}; give each a path "
+                f"of its own."
+            )
+        taken[path] = flags[name]
+    for name, value in given.items():
+        every = value if isinstance(value, list) else [value]
+        paths = [each for each in every if isinstance(each, Path) or (each and name == "data")]
+        for each in paths if name not in WRITTEN else ():
+            if flag := taken.get(Path(each).resolve()):
+                raise InputError(
+                    f"{flag} would write over {each}, which is read; give another path."
+                )
 
 
 def require_all_writable(*paths: Path | None) -> None:
