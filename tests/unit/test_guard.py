@@ -414,6 +414,15 @@ def test_a_guard_is_set_on_damaged_copies(recall: bool, random_model: Callable) 
         set_guard(chosen, source, target, kinds, GuardConfig(metric="nll"))
 
 
+@pytest.mark.parametrize(("metric", "lacks"), [("accuracy", "questions"), ("nll", "continuation")])
+def test_every_item_of_every_kind_must_have_what_the_metric_is_taken_from(
+    metric: str, lacks: str, pair: Models
+) -> None:
+    kinds = {"talk": ITEMS[:1], "text": [replace(ITEMS[1], **{lacks: ()})]}
+    with pytest.raises(InputError, match=f"1 of the 1 items of 'text' .* no {metric}"):
+        set_guard(random_map(*pair), *pair, kinds, GuardConfig(metric=metric, repair_window=8))
+
+
 # --- Damage --------------------------------------------------------------------------------------
 
 

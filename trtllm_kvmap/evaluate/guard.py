@@ -122,7 +122,7 @@ def damaged_cases(
     """
     kinds = [kind for kind, each in items.items() for _ in each]
     told = list(chain.from_iterable(items.values()))
-    require_scorable(told, config.metric)
+    _require_scorable(items, config.metric)
     require_unseen(told, kvmap.fitted.get("selected_on", []))
     readings = [read_item(source, target, item, (), rollout_steps=1) for item in told]
     alone = [quality(reading.source, reading, config.metric) for reading in readings]
@@ -134,6 +134,21 @@ def damaged_cases(
         if on_map is not None:
             on_map(done)
     return cases
+
+
+def _require_scorable(items: Mapping[str, Sequence[Item]], metric: str) -> None:
+    """require_scorable of every single item: each hand-over is judged apart."""
+    require_scorable(list(chain.from_iterable(items.values())), metric)
+    for kind, each in items.items():
+        lacking = sum(not (i.questions if metric == "accuracy" else i.continuation) for i in each)
+        if lacking:
+            what, other = (
+                ("question", "nll") if metric == "accuracy" else ("continuation", "accuracy")
+            )
+            raise InputError(
+                f"{lacking} of the {len(each)} items of {kind!r} have no {what}, so there is no "
+                f"{metric} of them; use metric={other}, or leave them out."
+            )
 
 
 def run_case(
