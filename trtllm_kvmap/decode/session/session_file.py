@@ -38,7 +38,8 @@ ENTRIES = {"models", "active", "token_ids", "reply", "hops", "held"}
 
 def save_session(session: Session, path: str | Path) -> str:
     """Write ``session`` to ``path``, whole or not at all; returns the digest. Standbys, the guard
-    and the budget are not of the conversation and stay behind.
+    and the budget are not of the conversation and stay behind; nor is it told who agreed to what,
+    so that traffic counts nothing of a session that was loaded.
     """
     tensors: dict[str, torch.Tensor] = {}
     held: dict[str, Any] = {}
