@@ -4,6 +4,8 @@ new map takes over.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -223,6 +225,48 @@ def test_what_waits_is_forgotten_at_the_end(pair: tuple[LoadedModel, LoadedModel
         traffic.close()  # does not wait for the answer
     assert traffic.documents == 1
     assert traffic.offer(prompts(1)[0]) == "no_consent"
+
+
+def test_an_offer_that_meets_the_end_leaves_nothing_behind(
+    pair: tuple[LoadedModel, LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for side, said in ((0, "held_out"), (1, "queued")):
+        traffic = TrafficMoments(*pair, FEW, JOINT)
+        first, second = (bytes([side + 3 * number]) for number in range(2))
+        monkeypatch.setattr(traffic, "_mark", lambda _, mark=first: mark)
+        assert traffic.offer(prompts(1)[0]) == said
+
+        def late(_: str, traffic: TrafficMoments = traffic, mark: bytes = second) -> bytes:
+            traffic.close()  # another thread's, once the offer has found the thread at work
+            return mark
+
+        monkeypatch.setattr(traffic, "_mark", late)
+        assert traffic.offer(prompts(1, seed=1)[0]) == "no_consent"
+        assert traffic.held_out() == []
+        assert traffic._pending.empty()
+
+
+UNCLOSED = """
+import sys, time
+import torch
+from trtllm_kvmap import load_model
+from trtllm_kvmap.calibrate.traffic import TrafficConfig, TrafficMoments
+from trtllm_kvmap.tiny import model_folder
+
+torch.set_num_threads(1)
+pair = [load_model(model_folder(name)) for name in ("tiny-s", "tiny-m")]
+traffic = TrafficMoments(*pair, TrafficConfig(consent=True, max_pending=64))
+for number in range(60):
+    traffic.offer([1, *range(2, 60), number + 2] * 8)
+while not traffic.documents:
+    time.sleep(0.01)
+print("waiting", traffic._pending.qsize() > 5)
+"""
+
+
+def test_a_process_that_ends_while_counting_ends_well() -> None:
+    ended = subprocess.run([sys.executable, "-c", UNCLOSED], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (0, "waiting True\n"), ended.stderr
 
 
 @pytest.mark.parametrize("name", ["\ud800", None, 7, b"\xff"])

@@ -9,6 +9,7 @@ process, bounded in number, to judge a new map by, and are written nowhere.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import operator
 import queue
@@ -70,7 +71,8 @@ class TrafficConfig:
 
 
 class TrafficMoments:
-    """The moments of one pair's traffic. Close it (or use ``with``) to stop the thread.
+    """The moments of one pair's traffic. Close it (or use ``with``) to stop the thread; what is
+    still open when the process ends is closed then.
 
     ``documents`` prompts have been counted, ``failed`` could not be read.
 
@@ -117,6 +119,8 @@ class TrafficMoments:
         if config.consent:
             self._thread = threading.Thread(target=self._work, name="traffic", daemon=True)
             self._thread.start()
+            # A thread that the interpreter leaves behind inside torch ends the process by abort.
+            atexit.register(self.close)
 
     def offer(self, token_ids: Sequence[int], conversation: str = "") -> Taken:
         """Offer the prompt ``token_ids``; returns at once, whatever becomes of it, and raises
@@ -141,6 +145,8 @@ class TrafficMoments:
         # Salted: which side a text falls on says nothing to anyone outside this process.
         if int.from_bytes(name, "little") % self.config.held_out_every == 0:
             with self._holding:
+                if self._closing:
+                    return "no_consent"
                 self._held_out[name] = ids
                 self._held_out.move_to_end(name)
                 if len(self._held_out) > self.config.max_held_out:
@@ -149,10 +155,13 @@ class TrafficMoments:
         marks = frozenset((name, tokens))
         if marks & self._batch:
             return "repeated"
-        try:
-            self._pending.put_nowait((marks, ids))
-        except queue.Full:
-            return "dropped"
+        with self._holding:
+            if self._closing:  # nothing may wait for a thread that has ended
+                return "no_consent"
+            try:
+                self._pending.put_nowait((marks, ids))
+            except queue.Full:
+                return "dropped"
         return "queued"
 
     @contextmanager
@@ -233,12 +242,14 @@ class TrafficMoments:
         if self._thread is None:
             return
         thread, self._thread = self._thread, None
-        with self._quiet:
+        with self._holding:
             self._closing = True
+            self._held_out.clear()
+        with self._quiet:
             self._quiet.notify_all()
         self._pending.put(None)
         thread.join()
-        self._held_out.clear()
+        atexit.unregister(self.close)
 
     def __enter__(self) -> TrafficMoments:
         return self
