@@ -22,7 +22,7 @@ class MismatchError(KvMapError):
 
 
 class UnprovenError(KvMapError):
-    """A map without evidence, or a run whose controls failed, was asked to serve."""
+    """A map that no evidence proves, or a run whose controls failed, was asked to serve."""
 
 
 class NumericsError(KvMapError):

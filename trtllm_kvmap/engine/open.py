@@ -46,7 +46,7 @@ def open_pipeline(
     """The executor of a pipeline folder; engines are shut down when the block ends.
 
     Every file is read and compared with the manifest first. Raises FormatError for a folder that is
-    not whole, MismatchError for one of other versions, UnprovenError for a map without evidence.
+    not whole, MismatchError for one of other versions, UnprovenError for an unproven map.
     """
     folder = Path(folder)
     manifest = read_manifest(folder)

@@ -23,7 +23,7 @@ class ReadyMappers:
         self.resident: Resident[Mapper] = Resident(device_bytes)
 
     def mapper(self, source: Fingerprint, target: Fingerprint) -> Mapper:
-        """Raises as Registry.load does: a map without evidence maps for nobody here."""
+        """Raises as Registry.load does: an unproven map maps for nobody here."""
 
         def make() -> tuple[Mapper, int]:
             kvmap = self.registry.load(source, target)
