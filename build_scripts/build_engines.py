@@ -79,7 +79,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dry-run", action="store_true", help="print the plan and build nothing")
     parser.add_argument("--json", action="store_true", help="with --dry-run: print JSON")
     parser.add_argument("--n", type=int, default=8, help="slices of a map that is not there yet")
-    parser.add_argument("--allow-unproven", action="store_true", help="a map that no evidence proves")
+    parser.add_argument("--allow-unproven", action="store_true", help="an unproven map")
     for field in fields(PipelineConfig):
         flag = f"--{field.name.replace('_', '-')}"
         parser.add_argument(flag, type=type(field.default), default=field.default)

@@ -49,7 +49,7 @@ def main() -> int:
     parser.add_argument("--kvmap", type=Path, help="the map of the two")
     parser.add_argument("--prompt-file", type=Path, help="text both can read")
     parser.add_argument("--backend", default="cuda", help="what maps (default: cuda)")
-    parser.add_argument("--allow-unproven", action="store_true", help="a map that no evidence proves")
+    parser.add_argument("--allow-unproven", action="store_true", help="an unproven map")
     parser.add_argument("--json", type=Path, help="write what was found here")
     parser.add_argument("--dry-run", action="store_true", help="print the checks and run nothing")
     options = parser.parse_args()
