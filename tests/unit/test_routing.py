@@ -231,6 +231,9 @@ def test_speeds_go_through_a_file(tmp_path: Path) -> None:
     for changed in ({"map": 3}, {"map": {"ten": 1}}, {"source_decode": 0}, {"more": 1}):
         with pytest.raises(InputError):
             Speeds.from_json(json.loads(path.read_text()) | changed)
+    # Quoted, since these are a file's own names: a command line would write flags in their place.
+    with pytest.raises(InputError, match=r"need exactly the entries \[.*'repair_window'"):
+        Speeds.from_json({})
     with pytest.raises(InputError):
         Speeds.load(tmp_path / "none.json")
     deep = tmp_path / "deep.json"

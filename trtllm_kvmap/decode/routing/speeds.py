@@ -95,7 +95,7 @@ class Speeds:
         if not isinstance(entry, dict) or set(entry) != set(names):
             given = sorted(entry) if isinstance(entry, dict) else type(entry).__name__
             raise InputError(
-                f"Speeds need exactly the entries {', '.join(names)}; got {given}. "
+                f"Speeds need exactly the entries {names}; got {given}. "
                 f"`trtllm-kvmap plan --measure --speeds FILE` writes them."
             )
         try:
