@@ -310,15 +310,15 @@ def test_what_is_no_diagnosis_is_refused(tmp_path: Path) -> None:
     path, content = tmp_path / "diagnosis.json", written_diagnosis().to_json()
     path.write_text(json.dumps(content))
     assert Diagnosis.load(path) == written_diagnosis()
-    for spoilt in (
-        {**content, "tokens": [{}]},
-        {**content, "more": 1},
-        [],
-        {"lengths": 3},
-        {**content, "config": []},
+    for spoilt, said in (
+        ({**content, "tokens": [{}]}, ""),
+        ({**content, "more": 1}, "it needs exactly the entries attention_cosine, "),
+        ([], "it needs exactly the entries attention_cosine, "),
+        ({"lengths": 3}, "it needs exactly the entries attention_cosine, "),
+        ({**content, "config": []}, ""),
     ):
         path.write_text(json.dumps(spoilt))
-        with pytest.raises(FormatError, match=r"diagnosis.json is not a diagnosis"):
+        with pytest.raises(FormatError, match=f"diagnosis.json is not a diagnosis.*{said}"):
             Diagnosis.load(path)
     for text in ("{", "[" * 200_000):
         path.write_text(text)

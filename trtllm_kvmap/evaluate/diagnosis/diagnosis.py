@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,12 @@ class Diagnosis:
         """The inverse of to_json, also after a round through JSON text. Raises FormatError, which
         begins with ``name``, for other entries than a diagnosis has.
         """
+        names = {f.name for f in fields(Diagnosis)}
+        if not isinstance(entry, dict) or set(entry) != names:
+            raise FormatError(
+                f"{name} is not a diagnosis: it needs exactly the entries "
+                f"{', '.join(sorted(names))}. Write it again with `trtllm-kvmap diagnose`."
+            )
         rows = {"interventions": Intervention, "tokens": TokenError, "lengths": LengthRow}
         try:
             made = {name: tuple(row(**each) for each in entry[name]) for name, row in rows.items()}
