@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shlex
 from collections.abc import Callable
@@ -104,6 +105,24 @@ def test_an_interrupted_calibration_says_how_to_go_on(
     assert len(added) == 12 - 4
     assert out.read_bytes() == work["moments"].read_bytes()
     assert [path.name for path in tmp_path.iterdir()] == [out.name]
+
+
+def test_a_calibration_interrupted_when_it_is_done_says_that_it_wrote(
+    work: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, calibrate = tmp_path / "x.moments.safetensors", run_module.calibrate
+
+    def done_and_stopped(*given: Any, **more: Any) -> None:
+        calibrate(*given, **more)
+        raise KeyboardInterrupt
+
+    verb = importlib.import_module("trtllm_kvmap.cli.calibrate")
+    monkeypatch.setattr(verb, "run_calibration", done_and_stopped)
+    command = ("calibrate", work["source"], work["target"], "--text", work["text"], "--out", out)
+    result = CliRunner().invoke(app, [str(a) for a in command])
+    assert result.exit_code == 130
+    assert f"{out} is whole" in " ".join(result.output.split())
+    assert out.read_bytes() == work["moments"].read_bytes()
 
 
 def test_calibrate_estimate_reads_no_text_and_writes_nothing(

@@ -80,12 +80,14 @@ def calibrate(
 def said_when_interrupted(out: Path, *, resume: bool) -> Iterator[None]:
     """Ctrl-C inside the block ends the command with what of ``out`` is kept, and status 130."""
     partial = partial_path(out)
-    before = _written(partial)
+    before, whole = _written(partial), _written(out)
     try:
         yield
     except KeyboardInterrupt as interrupt:
         kept = _written(partial)
-        if kept is not None and (resume or kept != before):
+        if _written(out) != whole:
+            said = f"{out} is whole; there is nothing left to do."
+        elif kept is not None and (resume or kept != before):
             said = f"{partial} keeps the sums so far: the same command with --resume goes on there."
         else:
             said = f"Nothing was written yet; {out} is as it was."
