@@ -86,7 +86,7 @@ def said_when_interrupted(out: Path, *, resume: bool) -> Iterator[None]:
     except KeyboardInterrupt as interrupt:
         kept = _written(partial)
         if _written(out) != whole:
-            said = f"{out} is whole; there is nothing left to do."
+            said = f"{out} is whole: it was written before."
         elif kept is not None and (resume or kept != before):
             said = f"{partial} keeps the sums so far: the same command with --resume goes on there."
         else:
