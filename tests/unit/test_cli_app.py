@@ -164,7 +164,8 @@ def test_no_verb_complains_of_a_parameter_by_its_name_in_python(tmp_path: Path) 
         for parameter in command.params:
             if parameter.required:
                 is_option = parameter.param_type_name == "option"
-                required += [parameter.opts[0], str(tmp_path)] if is_option else [str(tmp_path)]
+                given = str(tmp_path / "new" if parameter.name in door.WRITTEN else tmp_path)
+                required += [parameter.opts[0], given] if is_option else [given]
         for parameter in command.params:
             default = parameter.default
             first = default[0] if isinstance(default, list | tuple) and default else default
@@ -179,6 +180,20 @@ def test_no_verb_complains_of_a_parameter_by_its_name_in_python(tmp_path: Path) 
             names = re.findall(r"\b[a-z0-9]+(?:_[a-z0-9]+)+\b", refused.output)
             assert not {p.name for p in command.params} & set(names), refused.output
     assert found > 20
+
+
+def test_an_interrupted_verb_says_what_became_of_its_files() -> None:
+    def stop(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    group = typer.Typer()
+    group.callback()(lambda: None)
+    door.register(group, stop)
+    stopped = CliRunner().invoke(group, ["stop", "x"])
+    assert (stopped.exit_code, stopped.stdout) == (130, "")
+    assert stopped.stderr == (
+        "trtllm-kvmap: interrupted. What was written is whole; every other file is as it was.\n"
+    )
 
 
 def test_work_has_a_bar_of_its_own_each(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,13 @@ def register(group: typer.Typer, command: Callable[..., Result]) -> Callable[...
             said = str(error) if isinstance(error, FormatError) else in_flags(str(error), flags)
             complaints.print(f"trtllm-kvmap: {said}", soft_wrap=True)
             raise typer.Exit(2) from error
+        except KeyboardInterrupt as interrupt:
+            complaints.print(
+                "trtllm-kvmap: interrupted. What was written is whole; every other file is as it "
+                "was.",
+                soft_wrap=True,
+            )
+            raise typer.Exit(130) from interrupt
 
     run.__signature__ = inspect.signature(command, eval_str=True)  # type: ignore[attr-defined]
     group.command(command.__name__.removesuffix("_"))(run)
