@@ -190,8 +190,17 @@ def test_problems_name_what_speaks_against_a_map(tmp_path: Path, pair: Pair) -> 
     strange = replace(proven(pair).source_fingerprint, tokenizer="other")
     said = registry.problems(registry.add(replace(proven(pair), source_fingerprint=strange)))
     assert len(said) == 2
-    assert "no SHA-256" in said[0]
-    assert "tokenizers" in said[1]
+    assert "different tokenizers" in said[0]
+    assert "no SHA-256" in said[1]
+
+
+def test_a_map_between_two_tokenizers_loads_for_no_host(tmp_path: Path, pair: Pair) -> None:
+    """A connector compares each model with the map, and never the two with each other."""
+    strange = replace(proven(pair).source_fingerprint, tokenizer="0" * 64)
+    replace(proven(pair), source_fingerprint=strange).save(tmp_path / "map")
+    for allow in (False, True):
+        with pytest.raises(MismatchError, match="different tokenizers"):
+            KvMap.load(tmp_path / "map", allow_unproven=allow)
 
 
 def test_a_source_that_is_the_better_model_is_said_once(tmp_path: Path, pair: Pair) -> None:

@@ -84,6 +84,8 @@ def test_only_maps_that_the_key_signed_are_loaded(tmp_path: Path, random_model: 
     with pytest.raises(UnprovenError):  # the signature of another map
         require_signature("m", other.digest, signature, public)
     assert "no signature" in strict.problems(other)[0]
+    (tmp_path / f"{other.path}.sig").mkdir()  # or a file that may not be read
+    assert "directory" in strict.problems(other)[0]
 
 
 def test_keys_that_are_none_are_refused() -> None:

@@ -22,9 +22,10 @@ from trtllm_kvmap.artifact.moments import MomentSet
 from trtllm_kvmap.calibrate.config import CalibrationConfig
 from trtllm_kvmap.calibrate.run import calibrate
 from trtllm_kvmap.calibrate.traffic import TrafficConfig, TrafficMoments
-from trtllm_kvmap.errors import InputError, UnavailableError
+from trtllm_kvmap.errors import InputError, UnavailableError, UnprovenError
 from trtllm_kvmap.evaluate.promote import promote, refit, traffic_items
-from trtllm_kvmap.evaluate.run import EvaluationConfig
+from trtllm_kvmap.evaluate.report.report import Report
+from trtllm_kvmap.evaluate.run import EvaluationConfig, evaluate
 from trtllm_kvmap.fit import FitConfig, fit
 from trtllm_kvmap.models import LoadedModel, load_model
 from trtllm_kvmap.tiny import model_folder
@@ -389,6 +390,25 @@ def test_a_map_that_is_not_better_is_not(
         assert served is now
         assert not trial.promoted
         assert trial.gain["low"] <= 0
+
+
+def test_a_winner_whose_source_is_the_better_model_is_not_served(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It beats the old map, and no host would load it: nothing shows that a hand-over gains."""
+    source, target, moments, held_out, old = tiny
+
+    def better_source(*given: Any) -> Report:
+        report = evaluate(*given)
+        arms = report.arms | {"source": report.arms["source"] | {"nll": figure(0.5)}}
+        return replace(report, arms=arms, gap_recovered=figure(None))
+
+    def figure(value: float | None) -> dict[str, float | None]:
+        return {"value": value, "low": value, "high": value}
+
+    monkeypatch.setattr("trtllm_kvmap.evaluate.promote.evaluate", better_source)
+    with pytest.raises(UnprovenError, match="its source alone is no worse than its target"):
+        promote(old, refit(old, moments), source, target, held_out, JUDGED)
 
 
 def test_too_little_to_decide_is_said(

@@ -134,8 +134,9 @@ class KvMap:
 
     @staticmethod
     def load(path: str | Path, *, allow_unproven: bool = False) -> KvMap:
-        """Read a map. Raises FormatError for a file that is not whole, UnprovenError for a map
-        whose evidence does not prove it (see evidence.unproven).
+        """Read a map. Raises FormatError for a file that is not whole, MismatchError for a map
+        between different tokenizers, UnprovenError for one whose evidence does not prove it (see
+        evidence.unproven).
 
         ``allow_unproven`` loads a map that no held-out report vouches for (to evaluate it, for
         instance).
@@ -150,6 +151,12 @@ class KvMap:
             kvmap = _from_content(content, tensors)
         except (KeyError, TypeError, ValueError) as error:
             raise FormatError(f"{path}: the map is incomplete ({error}); fit it again.") from error
+        if kvmap.source_fingerprint.tokenizer != kvmap.target_fingerprint.tokenizer:
+            raise MismatchError(
+                f"{path} leads between models with different tokenizers, whose caches do not stand "
+                f"for the same tokens, so it can serve no pair. Fit a map for two models of one "
+                f"tokenizer."
+            )
         if not allow_unproven:
             require_proven(path, kvmap.evidence)
         return kvmap

@@ -141,15 +141,13 @@ class Registry:
                 for part, digest in prints.items()
                 if not HEX.fullmatch(str(digest))
             ]
-        if entry.source_fingerprint.tokenizer != entry.target_fingerprint.tokenizer:
-            found.append("The two models have different tokenizers, so the map can serve no pair.")
         if why := unproven(entry.evidence):
             found.append(f"Unproven: {why}.")
         if self.public_key is not None:
             try:
                 signature = self._signature(entry)
                 require_signature(entry.path, entry.digest, signature, self.public_key)
-            except UnprovenError as error:
+            except (UnprovenError, OSError) as error:
                 found.append(str(error))
         return found
 

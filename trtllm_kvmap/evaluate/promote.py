@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
+from trtllm_kvmap.artifact.evidence import unproven
 from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.artifact.moments import MomentSet
 from trtllm_kvmap.decode.bridge import KvBridge
-from trtllm_kvmap.errors import InputError, MismatchError
+from trtllm_kvmap.errors import InputError, MismatchError, UnprovenError
 from trtllm_kvmap.evaluate.arms import mapped
 from trtllm_kvmap.evaluate.bootstrap import draw, figure
 from trtllm_kvmap.evaluate.reading import judge, read_item
@@ -85,7 +86,8 @@ def promote(
     ``old`` stays, as it is. Of ``config`` everything but ``metric`` is read, which is nll.
 
     Raises InputError for fewer than FEWEST prompts, UnprovenError when a control of the report
-    fails, MismatchError for other models.
+    fails or the report does not prove ``new`` (see artifact.evidence.unproven), MismatchError for
+    other models.
     """
     config = replace(config, metric="nll")
     items = traffic_items(prompts)
@@ -98,6 +100,11 @@ def promote(
     if not trial.promoted:
         return old, trial
     proof = evidence(evaluate(new, source, target, items[1::2], config))
+    if why := unproven(proof):
+        raise UnprovenError(
+            f"The new map beats the old one, and its report on the other prompts leaves it "
+            f"unproven: {why}."
+        )
     return new.with_evidence({**proof, "trial": asdict(trial)}), trial
 
 
