@@ -465,6 +465,10 @@ def test_alternate_lets_two_models_take_turns(work: dict[str, Any], tmp_path: Pa
     turns = json.loads(out.read_text())["turns"]
     assert [turn["answered_by"] for turn in turns] == ["source", "target", "source"]
     assert "drift where target answers" in shown
+    for maps, wrong in (((work["kvmap"], work["kvmap"]), work["kvmap"]), ((back, back), back)):
+        refused = CliRunner().invoke(app, [str(a) for a in ("alternate", *maps, *pair(work))])
+        assert refused.exit_code == 2
+        assert f"swapped: the map {wrong} was fitted from" in " ".join(refused.output.split())
 
 
 def test_doctor_says_how_a_pair_can_be_mapped(work: dict[str, Any], tmp_path: Path) -> None:

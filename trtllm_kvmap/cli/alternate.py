@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from trtllm_kvmap.artifact.kvmap import KvMap
+from trtllm_kvmap.artifact.pair import require_pair
 from trtllm_kvmap.cli.app import console, counted, verb, write_json
 from trtllm_kvmap.cli.flags import JsonOption, SourceOption, TargetOption, config_flags
 from trtllm_kvmap.decode.bridge import KvBridge
@@ -37,6 +38,9 @@ def alternate(
     """Let two models take turns in conversations (--task coqa or tiny): does the drift grow?"""
     models = load_model(source), load_model(target)
     maps = [KvMap.load(path, allow_unproven=True) for path in (there, back)]
+    prints = [model.fingerprint for model in models]
+    require_pair(maps[0], prints[0], prints[1], what=f"The map {there} was fitted")
+    require_pair(maps[1], prints[1], prints[0], what=f"The map {back} was fitted")
     talks = read_conversations(task_config, models[1].tokenizer)
     with counted("alternate", len(talks)) as show:
         found = run_alternation(
