@@ -63,8 +63,9 @@ def list_(url: UrlArgument, json: JsonOption = None) -> None:
 
 @verb
 def verify(url: UrlArgument, public_key: KeyOption = None, json: JsonOption = None) -> None:
-    """Read every map as a whole: digest, numbers, fingerprints, evidence, and the signature when a
-    key is given. Exit status 1 when anything is wrong.
+    """Read every map as a whole: digest, numbers, fingerprints, evidence, signature.
+
+    The signature is checked when a key is given. Exit status 1 when anything is wrong.
     """
     registry = Registry(url, public_key=_bytes(public_key))
     said = {}
@@ -84,8 +85,9 @@ def verify(url: UrlArgument, public_key: KeyOption = None, json: JsonOption = No
 def find(
     url: UrlArgument, source: SourceOption, target: TargetOption, json: JsonOption = None
 ) -> None:
-    """The maps from one model to another, the best first. The models are loaded, to compare their
-    weights.
+    """The maps from one model to another, the best first.
+
+    The models are loaded, to compare their weights.
     """
     prints = [load_model(model).fingerprint for model in (source, target)]
     found = Registry(url).find(*prints)
@@ -130,8 +132,9 @@ def sizes(
     ] = None,
     json: JsonOption = None,
 ) -> None:
-    """What a router among 2, 3, ... models keeps, by scope: computed from shapes alone. Without
-    --model: the Qwen3 family, largest first.
+    """What a router among 2, 3, ... models keeps, by scope: computed from shapes alone.
+
+    Without --model: the Qwen3 family, largest first.
     """
     specs = [read_spec(each) for each in model] if model else qwen3()
     table = Table(title=" ".join(spec.name for spec in specs), box=None, title_justify="left")
