@@ -13,7 +13,7 @@ from word_tokenizer import FakeWordTokenizer
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.evaluate.tasks.choice import READERS, Choices
 from trtllm_kvmap.evaluate.tasks.conversations import read_conversations
-from trtllm_kvmap.evaluate.tasks.named import TaskConfig, read_items
+from trtllm_kvmap.evaluate.tasks.named import TaskConfig, named_task, read_items
 from trtllm_kvmap.evaluate.tasks.published import task_records
 
 MMLU_HEAD = "The following are multiple choice questions (with answers) about abstract algebra."
@@ -159,6 +159,14 @@ def test_a_folder_of_mmlu_gives_each_subject_its_turn(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match=r"holds 0 files .* of the splits none"):
         read("mmlu", tmp_path / "empty")
+
+
+@pytest.mark.parametrize("task", ["mmlu", "piqa", "arc"])
+def test_what_can_be_neither_file_nor_folder_is_a_sentence(task: str) -> None:
+    config = TaskConfig(task=task, data="x" * 300)  # or what lies in a folder that may not be read
+    for read_it in (lambda: list(task_records(config)), lambda: named_task(config, task)):
+        with pytest.raises(InputError, match=r"cannot be read \(File name too long\)"):
+            read_it()
 
 
 def test_a_context_of_two_empty_halves_is_refused(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.evaluate.tasks.choice import READERS, choice_items
@@ -13,7 +12,7 @@ from trtllm_kvmap.evaluate.tasks.conversations import coqa_items
 from trtllm_kvmap.evaluate.tasks.items import Item
 from trtllm_kvmap.evaluate.tasks.prompts import prompts_items
 from trtllm_kvmap.evaluate.tasks.ruler import TELLERS, ruler_items
-from trtllm_kvmap.evaluate.tasks.text import Tokenizer, encode, read_text
+from trtllm_kvmap.evaluate.tasks.text import Tokenizer, encode, list_folder, read_text
 from trtllm_kvmap.evaluate.tasks.tiny import tiny_items
 
 __all__ = ["TASKS", "TaskConfig", "named_task", "read_items"]
@@ -68,22 +67,23 @@ def named_task(config: TaskConfig, task: str) -> TaskConfig:
     it whose name begins with the task's (or the folder, of MMLU). Raises InputError when there is
     none, or more than one.
     """
-    folder, same = Path(config.data), replace(config, task=task)
-    if task in GENERATED or not config.data or not folder.is_dir():
+    same = replace(config, task=task)
+    held = None if task in GENERATED else list_folder(config.data)
+    if held is None:
         return same
-    found = sorted(
+    found = [
         file
-        for file in folder.iterdir()
+        for file in held
         if file.name.startswith(task)
         and (
             file.suffix in (".json", ".jsonl", ".csv", ".txt") or (task == "mmlu" and file.is_dir())
         )
-    )
+    ]
     if task == "mmlu" and not found:
         return same
     if len(found) != 1:
         raise InputError(
-            f"The folder {folder} holds {len(found)} files whose names begin with {task!r}; one "
-            f"is needed, as {task}.jsonl."
+            f"The folder {config.data} holds {len(found)} files whose names begin with {task!r}; "
+            f"one is needed, as {task}.jsonl."
         )
     return replace(same, data=str(found[0]))

@@ -31,6 +31,17 @@ def encode_after(tokenizer: Tokenizer, context: str, text: str) -> tuple[int, ..
     return encode(tokenizer, context + text)[len(encode(tokenizer, context)) :]
 
 
+def list_folder(data: str) -> list[Path] | None:
+    """What lies in the folder ``data``, by name; None where it is none. Raises InputError for one
+    that cannot be read.
+    """
+    folder = Path(data)
+    try:
+        return sorted(folder.iterdir()) if data and folder.is_dir() else None
+    except OSError as error:
+        raise InputError(f"{data} cannot be read ({error.strerror}).") from error
+
+
 def read_text(task: str, data: str) -> str:
     """The content of a task's file, without a byte order mark. Raises InputError for a file that is
     missing, cannot be read or is not UTF-8.
