@@ -405,6 +405,29 @@ def test_names_that_cannot_be_printed_stand_in_nobodys_way(
     assert len(run("registry", "verify", tmp_path, status=1).splitlines()) == 3
 
 
+def test_a_pipe_and_a_link_to_nothing_stand_in_nobodys_way(tmp_path: Path, pair: Pair) -> None:
+    registry = Registry(tmp_path)
+    entry = registry.add(proven(pair))
+    (tmp_path / "linked.kvmap.safetensors").symlink_to(tmp_path / entry.path)
+    (tmp_path / "nothing.kvmap.safetensors").symlink_to(tmp_path / "gone")
+    os.mkfifo(tmp_path / "pipe.kvmap.safetensors")
+    writer = threading.Timer(5, (tmp_path / "pipe.kvmap.safetensors").write_bytes, [b"late"])
+    writer.start()  # so that a reader that waits for one fails instead
+    try:
+        found = list(registry.scan())
+    finally:
+        waited = not writer.is_alive()
+        writer.cancel()
+    assert not waited
+    assert sorted(each.path for each in found if isinstance(each, Entry)) == [
+        "linked.kvmap.safetensors",
+        entry.path,
+    ]
+    said = {each.path: each.reason for each in found if isinstance(each, Unusable)}
+    assert sorted(said) == ["nothing.kvmap.safetensors", "pipe.kvmap.safetensors"]
+    assert all("is neither a file nor a link to one" in reason for reason in said.values())
+
+
 def test_another_file_system_that_cannot_be_read_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pair: Pair
 ) -> None:

@@ -177,6 +177,12 @@ class Registry:
         self._put(path, lambda part: self._files.pipe_file(part, signature))
 
     def _entry(self, path: str, size: int, signed: bool) -> Entry:
+        if isinstance(self._files, LocalFileSystem):
+            local = Path(path)
+            if (local.is_symlink() or local.exists()) and not local.is_file():
+                raise FormatError(  # who opens a pipe waits for ever
+                    f"{self._relative(path)} is neither a file nor a link to one; take it away."
+                )
         with self._files.open(path, "rb") as stream:
             content, digest = read_head(stream, self._relative(path), size, KIND, FORMAT_VERSION)
         return entry_from_content(self._relative(path), size, digest, content, signed=signed)
