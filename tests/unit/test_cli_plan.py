@@ -82,3 +82,5 @@ def test_plan_needs_speeds_and_evidence(kvmap: Path, tmp_path: Path) -> None:
     said = run(unproven, "--tokens", 1000, "--speeds", tmp_path / "s.json")
     assert "reprefill: " in said
     assert "no evidence" in " ".join(said.split())
+    never = (kvmap, "--tokens", 100, "--speeds", tmp_path / "s.json", "--max-seconds", 0)
+    assert "--max-seconds must be above 0, got 0.0." in run(*never, status=2)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from trtllm_kvmap.artifact.evidence import flaw_of, is_number, no_gap
+from trtllm_kvmap.errors import InputError
 
 Direction = Literal["up", "down"]
 
@@ -25,6 +26,10 @@ class RoutingPolicy:
     max_perplexity_ratio: float = 1.25
     trusted_length: float = 4.0
     max_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_seconds is not None and not self.max_seconds > 0:
+            raise InputError(f"max_seconds must be above 0, got {self.max_seconds}.")
 
 
 def nothing_to_gain(evidence: Mapping[str, Any] | None) -> bool:
