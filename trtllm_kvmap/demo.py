@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trtllm_kvmap.artifact.kvmap import KvMap
-from trtllm_kvmap.artifact.whole import write_text
+from trtllm_kvmap.artifact.whole import require_writable, write_text
 from trtllm_kvmap.calibrate.config import CalibrationConfig
 from trtllm_kvmap.calibrate.run import calibrate
 from trtllm_kvmap.decode.bridge import KvBridge
@@ -67,9 +67,10 @@ def run_demo(out: Path, on_progress: Progress) -> list[PairDemo]:
 
 def run_pair(source_name: str, target_name: str, out: Path, on_progress: Progress) -> PairDemo:
     """Calibrate, choose a map, judge it on held-out documents, and let it answer."""
-    source, target = load_model(model_folder(source_name)), load_model(model_folder(target_name))
     pair = f"{source_name}-to-{target_name}"
     folder = out / pair
+    require_writable(folder / "report.json")
+    source, target = load_model(model_folder(source_name)), load_model(model_folder(target_name))
 
     def stage(name: str) -> Callable[[int, int], None]:
         return lambda done, total: on_progress(f"{pair}: {name}", done, total)

@@ -10,6 +10,7 @@ from trtllm_kvmap import demo
 from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.artifact.moments import MomentSet
 from trtllm_kvmap.calibrate.text import text_digest
+from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.evaluate.report.report import Report
 from trtllm_kvmap.evaluate.tasks.items import Item, Question
 from trtllm_kvmap.fit.grid import FitGrid
@@ -101,3 +102,9 @@ def test_it_tells_what_each_model_answers(ran: tuple[demo.PairDemo, Path, Stages
 def test_what_is_asked_is_the_questions_with_their_right_answers() -> None:
     questions = Question((1, 2), ((3,), (4, 5)), 1), Question((6,), ((7,), (8,)), 0)
     assert demo.asked(Item((9, 9), questions)) == [[1, 2, 4, 5, 6, 7]]
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(InputError, match="cannot be written"):
+        demo.run_demo(tmp_path / "file", lambda stage, done, total: pytest.fail(stage))
