@@ -23,6 +23,7 @@ from trtllm_kvmap.serve.processes.target import run_target
 from trtllm_kvmap.serve.processes.work import (
     Answer,
     Cancel,
+    CannotStart,
     Failure,
     PairSettings,
     Question,
@@ -164,10 +165,14 @@ class _Worker:
         try:
             self._hello = self.receive()
         except _WorkerDiedError:
+            self._process.join(STOP_SECONDS)
             raise UnavailableError(
                 f"A worker could not start (exit status {self._process.exitcode}); its log says "
                 f"why."
             ) from None
+        if isinstance(self._hello, CannotStart):
+            self.stop()
+            raise UnavailableError(f"A worker could not start: {self._hello.message}")
         return self._hello
 
     def send(self, work: Any) -> None:

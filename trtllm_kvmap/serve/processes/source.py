@@ -14,7 +14,7 @@ from trtllm_kvmap.exchange.messages import Offer
 from trtllm_kvmap.exchange.send import ANSWER_SECONDS, send_blocks
 from trtllm_kvmap.exchange.transport import allocate_pool, make_transport
 from trtllm_kvmap.models import load_model
-from trtllm_kvmap.serve.processes.work import PairSettings, ReadAndOffer
+from trtllm_kvmap.serve.processes.work import CannotStart, PairSettings, ReadAndOffer
 from trtllm_kvmap.spec.layout import KvLayout, trtllm_layout
 
 log = logging.getLogger(__name__)
@@ -23,11 +23,15 @@ POOL_DTYPE = "float32"
 
 def run_source(front: Connection, settings: PairSettings) -> None:
     """Until the front closes its pipe."""
-    source = load_model(settings.source)
-    layout = pool_layout(source.spec.kv_shape, settings)
-    pool = allocate_pool(settings.transport, layout, POOL_DTYPE)
-    transport = make_transport(settings.transport)
-    exposed = transport.expose(pool)
+    try:
+        transport = make_transport(settings.transport)
+        source = load_model(settings.source)
+        layout = pool_layout(source.spec.kv_shape, settings)
+        pool = allocate_pool(settings.transport, layout, POOL_DTYPE)
+        exposed = transport.expose(pool)
+    except KvMapError as error:
+        front.send(CannotStart(str(error)))
+        return
     front.send("ready")
     while True:
         try:

@@ -15,12 +15,23 @@ from trtllm_kvmap.exchange.receive import receive_blocks
 from trtllm_kvmap.exchange.transport import Transport, make_transport
 from trtllm_kvmap.models import RemoteModel, load_model
 from trtllm_kvmap.serve.processes.source import POOL_DTYPE, pool_layout
-from trtllm_kvmap.serve.processes.work import Answer, Cancel, Failure, PairSettings, Question
+from trtllm_kvmap.serve.processes.work import (
+    Answer,
+    Cancel,
+    CannotStart,
+    Failure,
+    PairSettings,
+    Question,
+)
 
 
 def run_target(front: Connection, settings: PairSettings) -> None:
     """Until the front closes its pipe."""
-    worker = TargetWorker(front, settings)
+    try:
+        worker = TargetWorker(front, settings)
+    except KvMapError as error:
+        front.send(CannotStart(str(error)))
+        return
     front.send(worker.listener.address)
     while True:
         try:

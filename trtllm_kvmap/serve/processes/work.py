@@ -78,6 +78,13 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
+class CannotStart:
+    """From a worker, in place of being ready; ``message`` is that of a KvMapError."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
 class Failure:
     """The request itself cannot be answered; ``message`` is that of an InputError."""
 
