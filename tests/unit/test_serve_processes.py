@@ -23,8 +23,8 @@ def test_a_worker_that_cannot_start_says_why(
     empty.mkdir()
     settings = PairSettings(str(empty), str(empty), str(file), transport="shared_memory")
     with WorkerPair(settings) as pair:
-        with pytest.raises(UnavailableError, match="A worker could not start.* unproven"):
+        with pytest.raises(UnavailableError, match=r"A worker could not start.* unproven"):
             pair.ask(range(3, 80), 1)
-        with pytest.raises(UnavailableError, match="could not start: .*empty"):
+        with pytest.raises(UnavailableError, match=r"could not start: .*empty"):
             pair.source.start()
         assert pair.source.pid is None
