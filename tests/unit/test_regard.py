@@ -150,6 +150,17 @@ def test_two_threads_take_turns(pair: tuple[LoadedModel, LoadedModel]) -> None:
     assert [len(given), *counts] == [2, 2]
 
 
+def test_what_another_thread_runs_on_the_same_model_is_not_collected(
+    pair: tuple[LoadedModel, LoadedModel],
+) -> None:
+    with attention_given(pair[0]) as given:
+        thread = threading.Thread(target=prefill, args=(pair[0], [7, 7, 7, 7]))
+        thread.start()
+        thread.join()
+        prefill(pair[0], [5, 9, 2])
+    assert [each.queries.shape[1] for each in given] == [3, 3]
+
+
 @pytest.mark.parametrize(
     "rope",
     [

@@ -138,12 +138,13 @@ def attention_given(loaded: LoadedModel) -> Iterator[list[Attention]]:
     """
     given: list[Attention] = []
     model: Any = loaded.model
-    own = set(model.modules())
+    own, here = set(model.modules()), threading.get_ident()
     with ATTENTION_TABLE:
         usual, attend = model.config._attn_implementation, ALL_ATTENTION_FUNCTIONS["sdpa"]
 
         def noted(module: Any, *tensors: torch.Tensor, **more: Any) -> Any:
-            if module in own:  # another model may run in another thread
+            # Another thread may run another model, or this one.
+            if module in own and threading.get_ident() == here:
                 query, key, value = (tensor[0].detach() for tensor in tensors[:3])
                 given.append(Attention(query, key, value, more["scaling"]))
             return attend(module, *tensors, **more)

@@ -56,7 +56,8 @@ class Guard:
                 f"The guard weighs {len(self.weights)} signals, the hand-over shows "
                 f"{len(features)}; set the guard again for this map (`trtllm-kvmap guard`)."
             )
-        score = self.bias + float(np.dot(self.weights, features))
+        with np.errstate(invalid="ignore"):  # an endless signal of weight 0
+            score = self.bias + float(np.dot(self.weights, features))
         # Not "score >= limit": a score that is no number must not stand.
         return Verdict(drift=score, applied=score < self.limit)
 
