@@ -26,7 +26,7 @@ from trtllm_kvmap.artifact.moments import MomentSet
 from trtllm_kvmap.calibrate.config import CalibrationConfig
 from trtllm_kvmap.calibrate.run import calibrate
 from trtllm_kvmap.decode.bridge import KvBridge
-from trtllm_kvmap.demo import REPORT_SEED, SELECTION_SEED, tiny_items
+from trtllm_kvmap.demo import REPORT_SEED, SELECTION_SEED, asked, tiny_items
 from trtllm_kvmap.evaluate.arms import mapped
 from trtllm_kvmap.evaluate.bootstrap import draw, figure
 from trtllm_kvmap.evaluate.reading import Reading, judge, read_item
@@ -137,13 +137,8 @@ def _moments(
             [item.context for item in items],
             config,
             Path(folder) / "moments",
-            continuations=None if weighting == "uniform" else _asked(items),
+            continuations=None if weighting == "uniform" else [asked(item) for item in items],
         )
-
-
-def _asked(items: Sequence[Item]) -> list[list[list[int]]]:
-    """All questions of a document with their answers, one after another."""
-    return [[[t for q in item.questions for t in (*q.stem, *q.choices[q.label])]] for item in items]
 
 
 class Bench:
@@ -202,8 +197,8 @@ class Bench:
 
     def refined(self, kvmap: KvMap, config: RefineConfig) -> KvMap:
         documents = [item.context for item in self.texts]
-        asked = _asked(self.texts) if config.term == "residual" else None
-        return refine(kvmap, self.source, self.target, documents, config, continuations=asked)
+        questions = [asked(item) for item in self.texts] if config.term == "residual" else None
+        return refine(kvmap, self.source, self.target, documents, config, continuations=questions)
 
     def judged(self, kvmap: KvMap, split: str) -> Draws:
         return self.handed_over(KvBridge(kvmap, source=self.source, target=self.target), split)
