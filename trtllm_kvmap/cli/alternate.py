@@ -9,7 +9,7 @@ import typer
 
 from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.artifact.pair import require_pair
-from trtllm_kvmap.cli.app import console, counted, verb, write_json
+from trtllm_kvmap.cli.app import console, counted, say, verb, write_json
 from trtllm_kvmap.cli.flags import JsonOption, SourceOption, TargetOption, config_flags
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.evaluate.alternation import alternate as run_alternation
@@ -56,5 +56,5 @@ def alternate(
         said = "-" if slope["value"] is None else f"{slope['value']:+.4f} nats a turn"
         if slope["low"] is not None:
             said += f" [{slope['low']:+.4f} {slope['high']:+.4f}]"
-        console.print(f"drift where {name} answers: {said}", soft_wrap=True)
+        say(f"drift where {name} answers: {said}")
     write_json(json, found.to_json())

@@ -42,6 +42,16 @@ console = Console(markup=False, emoji=False, highlight=False)
 complaints = Console(stderr=True, markup=False, emoji=False, highlight=False)
 
 
+def say(sentence: str) -> None:
+    """Print ``sentence`` as it is: one line, whatever the width."""
+    console.print(sentence, soft_wrap=True)
+
+
+def complain(sentence: str) -> None:
+    """say() on standard error."""
+    complaints.print(sentence, soft_wrap=True)
+
+
 def verb(command: Callable[..., Result]) -> Callable[..., Result]:
     """Register a command. Whether its --json can be written, and is no file that is read, is asked
     before it does anything; a KvMapError ends it with one sentence, in the words of its flags, and
@@ -63,13 +73,12 @@ def register(group: typer.Typer, command: Callable[..., Result]) -> Callable[...
         except KvMapError as error:
             # What is wrong with a file is told in the names of its own entries.
             said = str(error) if isinstance(error, FormatError) else in_flags(str(error), flags)
-            complaints.print(f"trtllm-kvmap: {said}", soft_wrap=True)
+            complain(f"trtllm-kvmap: {said}")
             raise typer.Exit(2) from error
         except KeyboardInterrupt as interrupt:
-            complaints.print(
+            complain(
                 "trtllm-kvmap: interrupted. What was written is whole; every other file is as it "
-                "was.",
-                soft_wrap=True,
+                "was."
             )
             raise typer.Exit(130) from interrupt
 
@@ -112,7 +121,7 @@ def write_json(path: Path | None, value: Any) -> None:
     if path is None:
         return
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
-    console.print(f"Wrote {path}", soft_wrap=True)
+    say(f"Wrote {path}")
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from trtllm_kvmap.calibrate.estimate import estimate_calibration
 from trtllm_kvmap.calibrate.run import calibrate as run_calibration
 from trtllm_kvmap.calibrate.run import partial_path
 from trtllm_kvmap.calibrate.text import read_documents
-from trtllm_kvmap.cli.app import complaints, console, counted, verb, write_json
+from trtllm_kvmap.cli.app import complain, counted, say, verb, write_json
 from trtllm_kvmap.cli.flags import JsonOption, config_flags
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.machine import matmul_rate, total_memory
@@ -72,7 +72,7 @@ def calibrate(
                 resume=resume,
                 on_document=show,
             )
-    console.print(f"Wrote {out}: {moments.record['tokens']:,} tokens", soft_wrap=True)
+    say(f"Wrote {out}: {moments.record['tokens']:,} tokens")
     write_json(json, moments.record)
 
 
@@ -91,7 +91,7 @@ def said_when_interrupted(out: Path, *, resume: bool) -> Iterator[None]:
             said = f"{partial} keeps the sums so far: the same command with --resume goes on there."
         else:
             said = f"Nothing was written yet; {out} is as it was."
-        complaints.print(f"trtllm-kvmap: interrupted. {said}", soft_wrap=True)
+        complain(f"trtllm-kvmap: interrupted. {said}")
         raise typer.Exit(130) from interrupt
 
 
@@ -111,4 +111,4 @@ def _print_estimate(source: str, target: str, config: CalibrationConfig, tokens:
         available=total_memory(),
     )
     for sentence in found.sentences():
-        console.print(sentence, soft_wrap=True)
+        say(sentence)

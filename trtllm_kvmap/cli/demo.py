@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from trtllm_kvmap.cli.app import console, progress, verb, write_json
+from trtllm_kvmap.cli.app import console, progress, say, verb, write_json
 from trtllm_kvmap.cli.flags import JsonOption
 from trtllm_kvmap.demo import PairDemo, run_demo
 from trtllm_kvmap.evaluate.report.report import table
@@ -31,7 +31,7 @@ def demo(
     console.print()
     for pair in pairs:
         for file in pair.files:
-            console.print(f"Wrote {file}", soft_wrap=True)
+            say(f"Wrote {file}")
     write_json(json, {pair.report.config["target"]: pair.report.to_json() for pair in pairs})
 
 

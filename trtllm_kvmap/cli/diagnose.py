@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from trtllm_kvmap.artifact.kvmap import KvMap
-from trtllm_kvmap.cli.app import console, counted, verb, write_json
+from trtllm_kvmap.cli.app import console, counted, say, verb, write_json
 from trtllm_kvmap.cli.flags import (
     JsonOption,
     KvMapArgument,
@@ -56,10 +56,10 @@ def diagnose(
             on_item=show,
             task=task_config,
         )
-    console.print(headline(diagnosis), soft_wrap=True)
+    say(headline(diagnosis))
     for table in tables(diagnosis):
         console.print(table)
         console.print()
     for name, reason in diagnosis.refused.items():
-        console.print(f"{name}: not run, {reason}", soft_wrap=True)
+        say(f"{name}: not run, {reason}")
     write_json(json, diagnosis.to_json())

@@ -9,7 +9,15 @@ import typer
 
 from trtllm_kvmap.artifact.evidence import unproven
 from trtllm_kvmap.artifact.kvmap import KvMap
-from trtllm_kvmap.cli.app import console, counted, progress, require_all_writable, verb, write_json
+from trtllm_kvmap.cli.app import (
+    console,
+    counted,
+    progress,
+    require_all_writable,
+    say,
+    verb,
+    write_json,
+)
 from trtllm_kvmap.cli.flags import (
     JsonOption,
     KvMapArgument,
@@ -93,15 +101,15 @@ def evaluate(
         report = replace(report, latency=measured)
     console.print(table(report))
     if report.latency is not None:
-        console.print(timing(report.latency), soft_wrap=True)
+        say(timing(report.latency))
     write_json(json, report.to_json())
     write_report(render_report(report, html, markdown))
     if attach:
         judged = loaded.with_evidence(evidence(report))
         judged.save(kvmap)
-        console.print(f"Stored the evidence in {kvmap}", soft_wrap=True)
+        say(f"Stored the evidence in {kvmap}")
         if why := unproven(judged.evidence):
-            console.print(f"The map stays unproven: {why}.", soft_wrap=True)
+            say(f"The map stays unproven: {why}.")
 
 
 def timing(latency: dict[str, Any]) -> str:

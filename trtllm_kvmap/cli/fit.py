@@ -13,7 +13,7 @@ from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.artifact.moments import MomentSet
 from trtllm_kvmap.artifact.pair import require_pair
 from trtllm_kvmap.artifact.whole import require_writable
-from trtllm_kvmap.cli.app import console, counted, verb, write_json
+from trtllm_kvmap.cli.app import counted, say, verb, write_json
 from trtllm_kvmap.cli.flags import JsonOption, config_flags
 from trtllm_kvmap.cli.inspect import describe
 from trtllm_kvmap.errors import InputError
@@ -68,9 +68,7 @@ def fit(
     else:
         kvmap = _choose(moments, candidates, source, target, task_config, config, choose_by)
     kvmap.save(out)
-    console.print(
-        f"Wrote {out}: {kvmap.scope}, {kvmap.num_parameters:,} parameters", soft_wrap=True
-    )
+    say(f"Wrote {out}: {kvmap.scope}, {kvmap.num_parameters:,} parameters")
     write_json(json, describe(kvmap))
 
 
@@ -106,7 +104,7 @@ def _choose(
             choose_by=choose_by,
         )
     for row in rows:
-        console.print(_line(row), soft_wrap=True)
+        say(_line(row))
     return kvmap
 
 
@@ -139,9 +137,6 @@ def _print_estimates(moments: list[Path], candidates: list[FitConfig]) -> None:
     for candidate in candidates:
         found = estimate_fit(*specs, candidate, flops_per_second=rate, available=available)
         name = candidate_name(asdict(candidate))
-        console.print(f"{name}: {' '.join(found.sentences())}", soft_wrap=True)
+        say(f"{name}: {' '.join(found.sentences())}")
     seconds = layer_r2_flops(*specs) / rate
-    console.print(
-        f"What each source layer explains, for the report: about {say_seconds(seconds)} more.",
-        soft_wrap=True,
-    )
+    say(f"What each source layer explains, for the report: about {say_seconds(seconds)} more.")

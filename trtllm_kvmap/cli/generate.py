@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from trtllm_kvmap.artifact.kvmap import KvMap
-from trtllm_kvmap.cli.app import complaints, console, verb, write_json
+from trtllm_kvmap.cli.app import complain, say, verb, write_json
 from trtllm_kvmap.cli.flags import (
     JsonOption,
     KvMapArgument,
@@ -95,10 +95,10 @@ def generate(
     if guard is not None and made.signals is not None:
         guard = guard.deciding(made.signals)
     handoff, plan = made.handoff, made.handoff.plan
-    complaints.print(_said(made, guard), soft_wrap=True)
+    complain(_said(made, guard))
     counts = config.first_tokens, config.repair_window, config.selected_tokens
     if guard is not None and (unlike := guard.unlike(*counts)):
-        complaints.print(unlike, soft_wrap=True)
+        complain(unlike)
     tokenizer: Any = bridge.target.tokenizer
     stops = {tokenizer.eos_token_id} - {None}
     count, drafted = config.max_new_tokens, None
@@ -113,7 +113,7 @@ def generate(
             bridge.target, handoff.cache, handoff.logits, count, eos_token_ids=stops
         )
     answer = tokenizer.decode(tokens)
-    console.print(answer, soft_wrap=True)
+    say(answer)
     write_json(
         json,
         {

@@ -11,7 +11,7 @@ import typer
 
 from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.artifact.whole import require_writable
-from trtllm_kvmap.cli.app import console, counted, verb, write_json
+from trtllm_kvmap.cli.app import counted, say, verb, write_json
 from trtllm_kvmap.cli.flags import JsonOption, SourceOption, TargetOption, config_flags
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.evaluate.guard import GuardConfig, set_guard
@@ -65,14 +65,14 @@ def guard(
     )
     if found.recalling is not None:
         said += f"; where recall is weighed, it {_rates(found.recalling.measured)}"
-    console.print(said, soft_wrap=True)
+    say(said)
     if len(items) > 1:
         for kind, figures in (found.recalling or found).measured["kinds"].items():
             line = f"  {kind}: {_rates(figures)}"
-            console.print(line, soft_wrap=True)
+            say(line)
     for each in (found, found.recalling):
         if each and (warning := taken_back_too_often(each.measured, config.taken_back)):
-            console.print(warning, soft_wrap=True)
+            say(warning)
     write_json(json, found.to_json())
 
 

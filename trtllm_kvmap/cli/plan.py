@@ -11,7 +11,7 @@ from rich.table import Table
 
 from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.artifact.whole import require_writable
-from trtllm_kvmap.cli.app import console, verb, write_json
+from trtllm_kvmap.cli.app import console, say, verb, write_json
 from trtllm_kvmap.cli.flags import JsonOption, KvMapArgument
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.decode.routing.routing import Choice, Route, Situation, route
@@ -79,8 +79,8 @@ def plan(
     )
     costs = compute_by_choice(situation, known, found, per_token)
     console.print(_table(loaded, situation, found, costs))
-    console.print(_break_even(found), soft_wrap=True)
-    console.print(f"{found.choice}: {found.reason}", soft_wrap=True)
+    say(_break_even(found))
+    say(f"{found.choice}: {found.reason}")
     write_json(
         json,
         {
@@ -159,7 +159,7 @@ def _measure(
     )
     if out is not None:
         found.save(out)
-        console.print(f"Wrote {out}", soft_wrap=True)
+        say(f"Wrote {out}")
     return found
 
 

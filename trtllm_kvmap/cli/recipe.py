@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from trtllm_kvmap.calibrate.config import Weighting
-from trtllm_kvmap.cli.app import console, progress, verb
+from trtllm_kvmap.cli.app import console, progress, say, verb
 from trtllm_kvmap.recipes.pair import OwnModels
 from trtllm_kvmap.recipes.run import RECIPES, run_recipe
 from trtllm_kvmap.recipes.strict import merged, read_yaml
@@ -51,5 +51,5 @@ def recipe(
         outcome, files = run_recipe(name, folder, over=over, own=own, on_progress=show)
     outcome.show(console)
     for file in files:
-        console.print(f"Wrote {file}", soft_wrap=True)
-    console.print(f"OK: {outcome.sentence}", soft_wrap=True)
+        say(f"Wrote {file}")
+    say(f"OK: {outcome.sentence}")

@@ -10,7 +10,7 @@ import typer
 from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.artifact.whole import require_writable
 from trtllm_kvmap.calibrate.text import read_documents
-from trtllm_kvmap.cli.app import console, counted, verb
+from trtllm_kvmap.cli.app import counted, say, verb
 from trtllm_kvmap.cli.flags import KvMapArgument, SourceOption, TargetOption, config_flags
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.models import load_model
@@ -52,9 +52,8 @@ def refine(
             on_step=show,
         )
     refined.save(out)
-    console.print(
+    say(
         f"Wrote {out}: {config.term} of {config.width} channels, scale "
         f"{refined.fitted['refined']['scale']}, {refined.num_parameters:,} parameters. It carries "
-        f"no evidence yet: run evaluate --attach.",
-        soft_wrap=True,
+        f"no evidence yet: run evaluate --attach."
     )

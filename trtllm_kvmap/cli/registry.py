@@ -13,7 +13,7 @@ from rich.table import Table
 from trtllm_kvmap.artifact.entry import Entry, Unusable
 from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.artifact.registry import Registry
-from trtllm_kvmap.cli.app import app, console, register, write_json
+from trtllm_kvmap.cli.app import app, console, register, say, write_json
 from trtllm_kvmap.cli.flags import JsonOption, KvMapArgument, SourceOption, TargetOption
 from trtllm_kvmap.errors import InputError, MismatchError
 from trtllm_kvmap.fit.config import FitConfig
@@ -56,7 +56,7 @@ def list_(url: UrlArgument, json: JsonOption = None) -> None:
     _print([entry for entry in found if isinstance(entry, Entry)])
     unusable = [entry for entry in found if isinstance(entry, Unusable)]
     for each in unusable:
-        console.print(f"unusable: {each.path}: {each.reason}", soft_wrap=True)
+        say(f"unusable: {each.path}: {each.reason}")
     maps = [entry.to_json() for entry in found if isinstance(entry, Entry)]
     write_json(json, {"maps": maps, "unusable": [asdict(each) for each in unusable]})
 
@@ -75,7 +75,7 @@ def verify(url: UrlArgument, public_key: KeyOption = None, json: JsonOption = No
         else:
             said[entry.path] = registry.problems(entry)
         verdict = "; ".join(said[entry.path]) or "sound"
-        console.print(f"{entry.path}: {verdict}", soft_wrap=True)
+        say(f"{entry.path}: {verdict}")
     write_json(json, said)
     if any(said.values()):
         raise typer.Exit(1)
@@ -107,7 +107,7 @@ def add(
 ) -> None:
     """Store a map under a name made of its pair and digest, whole or not at all."""
     entry = Registry(url).add(KvMap.load(kvmap, allow_unproven=True))
-    console.print(f"Stored {entry.path}", soft_wrap=True)
+    say(f"Stored {entry.path}")
 
 
 @verb
@@ -122,7 +122,7 @@ def sign(
     if not found:
         raise InputError(f"{url} has no readable map {path!r}; `registry list` shows the names.")
     registry.sign(found[0], _bytes(private_key) or b"")
-    console.print(f"Signed {path}", soft_wrap=True)
+    say(f"Signed {path}")
 
 
 @verb
@@ -157,10 +157,9 @@ def sizes(
                 "" if published is None else f"{published} GB",
             )
     console.print(table)
-    console.print(
+    say(
         "Published: pooled ridge mappers of the average size of that publication's own models, "
-        "which are not these.",
-        soft_wrap=True,
+        "which are not these."
     )
     write_json(json, rows)
 
@@ -183,7 +182,7 @@ def _print(entries: list[Entry]) -> None:
             f"{'signed' if entry.signed else 'not signed'}"
         )
         for line in (entry.path, said):
-            console.print(line, soft_wrap=True)
+            say(line)
 
 
 def _bytes(path: Path | None) -> bytes | None:

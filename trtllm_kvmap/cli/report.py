@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from trtllm_kvmap.artifact.whole import write_text
-from trtllm_kvmap.cli.app import console, require_all_writable, verb, write_json
+from trtllm_kvmap.cli.app import console, require_all_writable, say, verb, write_json
 from trtllm_kvmap.cli.flags import JsonOption
 from trtllm_kvmap.errors import FormatError
 from trtllm_kvmap.evaluate.diagnosis.diagnosis import Diagnosis
@@ -59,4 +59,4 @@ def render_report(report: Report, html: Path | None, markdown: Path | None) -> d
 def write_report(written: dict[Path, str]) -> None:
     for path, text in written.items():
         write_text(path, text)
-        console.print(f"Wrote {path}", soft_wrap=True)
+        say(f"Wrote {path}")

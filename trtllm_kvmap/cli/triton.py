@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from trtllm_kvmap.cli.app import console, verb
+from trtllm_kvmap.cli.app import say, verb
 from trtllm_kvmap.cli.flags import SourceOption, TargetOption, UnprovenOption, config_flags
 from trtllm_kvmap.decode.routing.speeds import Speeds
 from trtllm_kvmap.serve.repository import LANES, write_repository
@@ -40,4 +40,4 @@ def triton(
         allow_unproven=allow_unproven,
         speeds=None if speeds is None else Speeds.load(speeds),
     )
-    console.print(f"Wrote {out}: {len(files)} files, lane {lane}", soft_wrap=True)
+    say(f"Wrote {out}: {len(files)} files, lane {lane}")
