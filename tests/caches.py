@@ -1,4 +1,4 @@
-"""A whole cache as one tensor, to be compared bit for bit."""
+"""A whole cache as one tensor, to be compared bit for bit; and tokens to fill one."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ def stacked(cache: HfCache) -> torch.Tensor:
     return torch.stack([torch.stack(pool.keys), torch.stack(pool.values)])
 
 
+def tokens(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Token ids that every random model knows, int64 of ``shape``."""
+    return torch.randint(2, 60, shape, generator=torch.Generator().manual_seed(seed))
+
+
 def random_tokens(count: int, seed: int = 0) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(2, 60, (count,), generator=generator).tolist()
+    return tokens(count, seed=seed).tolist()
