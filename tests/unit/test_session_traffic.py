@@ -124,14 +124,14 @@ def test_counting_stands_still_while_a_conversation_works(
         usual = getattr(session_module, name)
 
         def noted(*args: Any, usual: Callable = usual, **kwargs: Any) -> Any:
-            answers.append(traffic._answers)
+            answers.append(len(traffic._quiet._answering))
             return usual(*args, **kwargs)
 
         monkeypatch.setattr(session_module, name, noted)
 
     class Noted(session_module.Mirror):
         def follow(self, *given: Any) -> None:
-            answers.append(traffic._answers)
+            answers.append(len(traffic._quiet._answering))
             super().follow(*given)
 
     monkeypatch.setattr(session_module, "Mirror", Noted)
@@ -148,7 +148,7 @@ def test_counting_stands_still_while_a_conversation_works(
         work()
         assert answers
         assert set(answers) == {1}
-        assert traffic._answers == 0
+        assert traffic._quiet._answering == []
 
 
 def test_a_mistake_lets_counting_go_on(
@@ -156,4 +156,4 @@ def test_a_mistake_lets_counting_go_on(
 ) -> None:
     with pytest.raises(Exception, match="empty"):
         session_of(traffic, *pair).generate(3)
-    assert traffic._answers == 0
+    assert traffic._quiet._answering == []

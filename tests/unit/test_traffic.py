@@ -158,6 +158,43 @@ def test_reading_stops_at_the_next_layer_while_an_answer_is_made(
             hook.remove()
 
 
+def test_who_answers_cannot_wait_for_the_count(pair: tuple[LoadedModel, LoadedModel]) -> None:
+    """On a thread of its own, so that a wait without end fails the test, and does not hang it."""
+    refused: list[str] = []
+    done = threading.Event()
+    with TrafficMoments(*pair, replace(FEW, held_out_every=1000), JOINT) as traffic:
+
+        def answer() -> None:
+            with traffic.answering(), traffic.answering():
+                traffic.offer(prompts(1)[0])
+                try:
+                    traffic.drain()
+                except InputError as error:
+                    refused.append(str(error))
+            traffic.drain()  # its answer has been made
+            done.set()
+
+        threading.Thread(target=answer, daemon=True).start()
+        assert done.wait(30)
+        assert traffic.documents == 1
+    assert "Call it after the answer" in "".join(refused)
+
+
+def test_an_answer_that_another_thread_ends_lets_counting_go_on(
+    pair: tuple[LoadedModel, LoadedModel],
+) -> None:
+    """As a generator does that is handed on."""
+    with TrafficMoments(*pair, replace(FEW, held_out_every=1000), JOINT) as traffic:
+        block = traffic.answering()
+        block.__enter__()
+        thread = threading.Thread(target=block.__exit__, args=(None, None, None))
+        thread.start()
+        thread.join()
+        traffic.offer(prompts(1)[0])
+        traffic.drain()
+        assert traffic.documents == 1
+
+
 def test_a_conversation_is_held_out_or_counted_as_a_whole(
     pair: tuple[LoadedModel, LoadedModel],
 ) -> None:

@@ -16,8 +16,8 @@ import queue
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
@@ -28,6 +28,7 @@ from trtllm_kvmap.calibrate.accumulate import PartSums
 from trtllm_kvmap.calibrate.capture import CapturedKv, captured, read, token_table
 from trtllm_kvmap.calibrate.config import CalibrationConfig
 from trtllm_kvmap.calibrate.parts import plan_parts
+from trtllm_kvmap.calibrate.quiet import Quiet
 from trtllm_kvmap.errors import InputError, UnavailableError
 from trtllm_kvmap.models import LoadedModel, require_same_tokens
 
@@ -114,7 +115,7 @@ class TrafficMoments:
         self._batch: set[bytes] = set()  # the marks of what was counted since sums last left
         self._fresh = 0  # how many conversations that were
         self._torn = False  # a prompt is in some of the sums and not in others
-        self._quiet, self._answers, self._closing = threading.Condition(), 0, False
+        self._quiet, self._closing = Quiet(), False
         self._thread: threading.Thread | None = None
         if config.consent:
             self._thread = threading.Thread(target=self._work, name="traffic", daemon=True)
@@ -164,23 +165,24 @@ class TrafficMoments:
                 return "dropped"
         return "queued"
 
-    @contextmanager
-    def answering(self) -> Iterator[None]:
+    def answering(self) -> AbstractContextManager[None]:
         """While such a block is open, on any thread, counting stands still. Opening one never
         waits: what is being read at that moment stops at the model's next layer. (Only the sums of
         a document that both models have read are finished; those are made on the CPU.)
         """
-        with self._quiet:
-            self._answers += 1
-        try:
-            yield
-        finally:
-            with self._quiet:
-                self._answers -= 1
-                self._quiet.notify_all()
+        return self._quiet.answering()
 
     def drain(self) -> None:
-        """Wait until every prompt that was queued has been counted."""
+        """Wait until every prompt that was queued has been counted.
+
+        Raises InputError inside a block of answering() that this thread opened: counting stands
+        still until that ends.
+        """
+        if self._quiet.asked_for_here:
+            raise InputError(
+                "drain() was called while this thread makes an answer, which counting waits for; "
+                "it would never return. Call it after the answer."
+            )
         self._pending.join()
 
     def moments(self) -> MomentSet:
@@ -245,8 +247,7 @@ class TrafficMoments:
         with self._holding:
             self._closing = True
             self._held_out.clear()
-        with self._quiet:
-            self._quiet.notify_all()
+        self._quiet.end()
         self._pending.put(None)
         thread.join()
         atexit.unregister(self.close)
@@ -276,7 +277,7 @@ class TrafficMoments:
         if self._torn or marks & self._batch:  # the latter: it waited beside one of its own
             return
         kv = self._read(self.source, token_ids), self._read(self.target, token_ids)
-        self._wait()
+        self._quiet.wait()
         with self._adding:
             self._torn = True
             for part in self._sums:
@@ -287,13 +288,8 @@ class TrafficMoments:
             self.documents += 1
 
     def _read(self, loaded: LoadedModel, token_ids: tuple[int, ...]) -> CapturedKv:
-        self._wait()
-        return captured(loaded, read(loaded, torch.tensor(token_ids), self._wait))
-
-    def _wait(self) -> None:
-        """Stand still while answers are made."""
-        with self._quiet:
-            self._quiet.wait_for(lambda: self._closing or not self._answers)
+        self._quiet.wait()
+        return captured(loaded, read(loaded, torch.tensor(token_ids), self._quiet.wait))
 
 
 def _copied(part: MomentPart) -> MomentPart:

@@ -1,0 +1,48 @@
+"""Work in the background that stands still while answers are made."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Quiet:
+    """What the threads that answer and the one that works in the background agree by."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._answering: list[int] = []  # the thread of every open block
+        self._ended = False
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """While such a block is open, on any thread, wait() does not return. Opening one never
+        waits.
+        """
+        here = threading.get_ident()
+        with self._changed:
+            self._answering.append(here)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._answering.remove(here)
+                self._changed.notify_all()
+
+    @property
+    def asked_for_here(self) -> bool:
+        """Whether this thread has opened a block that is still open."""
+        with self._changed:
+            return threading.get_ident() in self._answering
+
+    def wait(self) -> None:
+        """Stand still until no answer is being made."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or not self._answering)
+
+    def end(self) -> None:
+        """Nothing waits from now on."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
