@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from caches import tokens
 from handmade_maps import copy_map, random_map
 from random_models import write_model
 
@@ -24,10 +25,6 @@ from trtllm_kvmap.spec.plan import plan_handoff
 from trtllm_kvmap.tiny.documents import VOCABULARY
 
 OUTSIDE = len(VOCABULARY)  # the first token id that no model here knows
-
-
-def tokens(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(2, 60, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def changed_weight(folder: Path) -> LoadedModel:

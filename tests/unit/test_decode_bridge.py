@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from caches import stacked, tokens
 from handmade_maps import copy_map, own_layer_map, random_map
 from random_models import available_architectures
 from streams import require_equal_streams
@@ -20,16 +21,6 @@ from trtllm_kvmap.inject.hf_cache import HfCache, fork, make_cache, num_entries,
 from trtllm_kvmap.models import LoadedModel, RemoteModel
 from trtllm_kvmap.spec.plan import plan_handoff
 from trtllm_kvmap.spec.rope import RopeParams
-
-
-def tokens(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(2, 60, shape, generator=torch.Generator().manual_seed(seed))
-
-
-def stacked(cache: HfCache) -> torch.Tensor:
-    """The whole cache, [2, layers, batch, heads, entries, head_dim]."""
-    pool = view_pool(cache)
-    return torch.stack([torch.stack(pool.keys), torch.stack(pool.values)])
 
 
 def unstacked(loaded: LoadedModel, whole: torch.Tensor) -> HfCache:

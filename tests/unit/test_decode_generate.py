@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from caches import tokens
 from random_models import available_architectures
 from streams import require_equal_streams
 
@@ -13,10 +14,6 @@ from trtllm_kvmap.decode.generate import NearTie, generate, generate_batch, near
 from trtllm_kvmap.decode.prefill import prefill
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.inject.hf_cache import fork, num_entries, view_pool
-
-
-def tokens(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(2, 60, shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("architecture", available_architectures())

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from caches import tokens
 from random_models import available_architectures
 
 from trtllm_kvmap.decode.prefill import prefill
@@ -27,10 +28,6 @@ LONGROPE = (
 LENGTH_DEPENDENT = [pytest.param(*DYNAMIC, id="dynamic"), pytest.param(*LONGROPE, id="longrope")]
 
 OUTSIDE = len(VOCABULARY)  # the first token id that no model here knows
-
-
-def tokens(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(2, 60, shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("architecture", available_architectures())

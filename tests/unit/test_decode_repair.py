@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from caches import stacked, tokens
 from handmade_maps import copy_map, random_map
 from random_models import available_architectures
 
@@ -16,7 +17,6 @@ from trtllm_kvmap.decode.prefill import prefill
 from trtllm_kvmap.decode.select_tokens import rank_by_attention
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.inject.hf_cache import (
-    HfCache,
     fork,
     make_cache,
     num_entries,
@@ -28,16 +28,6 @@ from trtllm_kvmap.models import LoadedModel
 from trtllm_kvmap.spec.plan import HandoffPlan, plan_handoff
 
 SELECTED = (3, 4, 11, 25, 26, 40)
-
-
-def tokens(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(2, 60, shape, generator=torch.Generator().manual_seed(seed))
-
-
-def stacked(cache: HfCache) -> torch.Tensor:
-    """The whole cache, [2, layers, batch, heads, entries, head_dim]."""
-    pool = view_pool(cache)
-    return torch.stack([torch.stack(pool.keys), torch.stack(pool.values)])
 
 
 def token_by_token(

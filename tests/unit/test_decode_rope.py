@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from caches import tokens
 from handmade_maps import copy_map
 
 from trtllm_kvmap.artifact.native import SinkEntry
@@ -34,10 +35,6 @@ LONGROPE = {
     "max_positions": 128,
 }
 LENGTH_DEPENDENT = [pytest.param(DYNAMIC, id="dynamic"), pytest.param(LONGROPE, id="longrope")]
-
-
-def tokens(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(2, 60, shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("options", LENGTH_DEPENDENT)

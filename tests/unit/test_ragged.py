@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from caches import random_tokens
 
 from trtllm_kvmap.decode.prefill import prefill
 from trtllm_kvmap.decode.speculation.ragged import RaggedRows
@@ -20,17 +21,12 @@ from trtllm_kvmap.inject.hf_cache import (
 )
 
 
-def tokens(count: int, seed: int = 0) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(2, 60, (count,), generator=generator).tolist()
-
-
 def test_rows_read_as_if_alone_whatever_the_others_do(random_model: Callable) -> None:
     """Three rows, one of them padded; tokens are added and taken back in every mixture, and each
     row is compared with a cache that has read just what is left.
     """
     loaded = random_model()
-    said = [tokens(12, 1), tokens(12, 2), tokens(7, 3)]
+    said = [random_tokens(12, 1), random_tokens(12, 2), random_tokens(7, 3)]
     mask = torch.ones(3, 12, dtype=torch.bool)
     mask[2, :5] = False
     ids = torch.tensor([said[0], said[1], [0] * 5 + said[2]])
@@ -67,7 +63,10 @@ def test_rows_read_as_if_alone_whatever_the_others_do(random_model: Callable) ->
 
 def test_a_row_at_the_models_limit_does_not_hold_up_a_shorter_one(random_model: Callable) -> None:
     loaded = random_model(max_positions=20)
-    ids, mask = torch.tensor([tokens(19, 1), tokens(19, 2)]), torch.ones(2, 19, dtype=torch.bool)
+    ids, mask = (
+        torch.tensor([random_tokens(19, 1), random_tokens(19, 2)]),
+        torch.ones(2, 19, dtype=torch.bool),
+    )
     mask[1, :10] = False
     read = prefill(loaded, ids, attention_mask=mask)
     rows = RaggedRows(loaded, read.cache, mask)

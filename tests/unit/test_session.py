@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from caches import random_tokens
 from handmade_maps import copy_map
 from streams import require_equal_streams
 from tokenizers.processors import TemplateProcessing
@@ -20,11 +21,6 @@ from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.inject.hf_cache import view_pool
 from trtllm_kvmap.models import LoadedModel
 from trtllm_kvmap.spec.plan import plan_handoff
-
-
-def tokens(count: int, seed: int = 0) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(2, 60, (count,), generator=generator).tolist()
 
 
 def bridges_between(*models: LoadedModel) -> list[KvBridge]:
@@ -74,14 +70,16 @@ def test_a_conversation_with_itself_through_an_identity_map_loses_nothing(
     loaded = random_model()
     bridge = KvBridge(copy_map(loaded, loaded), source=loaded, target=loaded)
     session = Session({"a": loaded, "b": loaded}, [bridge])
-    session.add(tokens(60))
+    session.add(random_tokens(60))
     reply = []
     for to in ("b", "a", "b"):
         reply += session.generate(20)
         session.switch(to, repair_window=8)
     reply += session.generate(20)
     assert session.active == "b"
-    native = loaded.model.generate(torch.tensor([tokens(60)]), max_new_tokens=80, do_sample=False)
+    native = loaded.model.generate(
+        torch.tensor([random_tokens(60)]), max_new_tokens=80, do_sample=False
+    )
     seen = prefill(loaded, native[0]).logits[59:-1]
     require_equal_streams(reply, native[0, 60:].tolist(), seen)
 
@@ -90,22 +88,22 @@ def test_a_switch_is_the_handover_put_together_by_hand(random_model: Callable) -
     first, second = random_model(seed=0), random_model(seed=1)
     there, back = bridges_between(first, second)
     session = Session({"a": first, "b": second}, [there, back])
-    session.add(tokens(60))
+    session.add(random_tokens(60))
     start = session.generate(12)
     handoff = session.switch("b")
     middle = session.generate(15)
-    session.add(tokens(5, seed=7))
+    session.add(random_tokens(5, seed=7))
     returned = session.switch("a", repair_window=16)
     end = session.generate(8)
 
-    a_read = prefill(first, tokens(60), logits_to_keep=1)
+    a_read = prefill(first, random_tokens(60), logits_to_keep=1)
     a_cache = a_read.cache
     assert start == generate(first, a_cache, a_read.logits[-1], 12)
-    said = tokens(60) + start
+    said = random_tokens(60) + start
     by_hand = there.hand_over(a_cache, said, plan_handoff(72))
     assert handoff.plan == plan_handoff(72, first_tokens=1, repair_window=32)
     assert middle == generate(second, by_hand.cache, by_hand.logits, 15)
-    said += middle + tokens(5, seed=7)
+    said += middle + random_tokens(5, seed=7)
     # a holds its first 71 tokens exactly; b has not read its own last token nor the five after it.
     plan = plan_handoff(92, spliced=71, repair_window=16)
     assert returned.plan == plan
@@ -123,7 +121,7 @@ def test_what_a_model_holds_is_kept_and_only_the_rest_is_mapped(random_model: Ca
     """
     first, second = random_model(seed=0), random_model(seed=1)
     session = Session({"a": first, "b": second}, bridges_between(first, second))
-    session.add(tokens(60))
+    session.add(random_tokens(60))
     session.generate(12)
     assert session.switch("b").plan.mapped == range(1, 40)
     session.generate(15)
@@ -153,15 +151,15 @@ def test_what_a_model_holds_is_kept_and_only_the_rest_is_mapped(random_model: Ca
 def test_the_target_reads_what_the_source_has_not(random_model: Callable) -> None:
     first, second = random_model(seed=0), random_model(seed=1)
     session = Session({"a": first, "b": second}, bridges_between(first, second))
-    session.add(tokens(30))
+    session.add(random_tokens(30))
     handoff = session.switch("b", repair_window=4)  # a has read nothing: b reads all of it
     assert not handoff.plan.mapped
     read = Session({"a": first, "b": second}, bridges_between(first, second))
-    read.add(tokens(30))
+    read.add(random_tokens(30))
     read.read()  # and once a has read it, all but the window is mapped
     assert read.switch("b", repair_window=4).plan.mapped == range(1, 26)
     torch.testing.assert_close(
-        handoff.logits, prefill(second, tokens(30)).logits[-1], rtol=0, atol=2e-5
+        handoff.logits, prefill(second, random_tokens(30)).logits[-1], rtol=0, atol=2e-5
     )
     session.generate(4)
     # All b has is exact now, so nothing is lost on the way to a and back.
@@ -175,9 +173,9 @@ def test_an_interrupted_reply_leaves_the_conversation_as_it_was(
 ) -> None:
     loaded = random_model()
     session = Session({"a": loaded}, [])
-    session.add(tokens(30))
+    session.add(random_tokens(30))
     expected = Session({"a": loaded}, [])
-    expected.add(tokens(30))
+    expected.add(random_tokens(30))
     calls, forward = [], loaded.model.forward
 
     @functools.wraps(forward)
@@ -191,7 +189,7 @@ def test_an_interrupted_reply_leaves_the_conversation_as_it_was(
     with pytest.raises(KeyboardInterrupt):
         session.generate(10)
     monkeypatch.undo()
-    assert session.token_ids == tokens(30)
+    assert session.token_ids == random_tokens(30)
     assert session.generate(10) == expected.generate(10)
 
 
@@ -208,7 +206,7 @@ def test_mistakes_are_one_sentence_and_change_nothing(random_model: Callable) ->
     for ask in (session.read, lambda: session.generate(3)):
         with pytest.raises(InputError, match="conversation is empty"):
             ask()
-    session.add(tokens(40))
+    session.add(random_tokens(40))
     with pytest.raises(InputError, match="no model 'c' in this conversation; there are a, b"):
         session.switch("c")
     with pytest.raises(InputError, match="a is the active model already"):
