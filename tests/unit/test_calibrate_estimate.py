@@ -51,7 +51,7 @@ def test_the_file_is_as_large_as_estimated(
         )
         moments = calibrate(*pair, [[1] * 9], config, tmp_path / "m")
         held = [t for part in moments.parts for t in part.moments.tensors()]
-        held += [part.metric for part in moments.parts if part.metric is not None]
+        held += [part.cost for part in moments.parts if part.cost is not None]
         assert cost.moments_bytes == sum(t.numel() * t.element_size() for t in held)
         assert cost.fits
         assert cost.shard is None

@@ -69,8 +69,8 @@ def test_every_decomposition_of_a_cut_is_counted(cut: str, monkeypatch: pytest.M
     rows = draw_rows((2, 2, 32), (2, 2, 32))
     moments, eigh, widths = rows.moment_set(), torch.linalg.eigh, []
     if cut == "output":
-        metric = torch.eye(32, dtype=torch.float64)
-        parts = [replace(p, metric=metric.repeat(len(p.targets), 1, 1)) for p in moments.parts]
+        cost = torch.eye(32, dtype=torch.float64)
+        parts = [replace(p, cost=cost.repeat(len(p.targets), 1, 1)) for p in moments.parts]
         moments = replace(moments, parts=tuple(parts))
     monkeypatch.setattr(torch.linalg, "eigh", lambda a: widths.append(len(a)) or eigh(a))
     config = FitConfig(scope="pooled", k=1, rank=7, cut=cut)

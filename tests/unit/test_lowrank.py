@@ -20,14 +20,14 @@ POOLED = FitConfig(scope="pooled", k=2, ridge=0.02)
 
 
 def weighed_moments() -> tuple[MomentSet, dict[str, np.ndarray]]:
-    """The rows' moments with a random metric for each head, one part a field."""
+    """The rows' moments with a random cost of errors for each head, one part a field."""
     rng = np.random.default_rng(5)
     metrics, parts = {}, []
     for part in ROWS.moment_set().parts:
         root = rng.normal(size=(len(part.targets), 6, 6)) * 10.0 ** rng.uniform(-2, 1, size=6)
         metric = root @ root.transpose(0, 2, 1)
         metrics |= dict(zip(part.targets, metric, strict=True))
-        parts.append(replace(part, metric=torch.from_numpy(metric)))
+        parts.append(replace(part, cost=torch.from_numpy(metric)))
     return replace(ROWS.moment_set(), parts=tuple(parts)), metrics
 
 
@@ -131,7 +131,7 @@ def test_a_rank_beyond_the_matrix_is_refused() -> None:
         fit(moments, replace(POOLED, rank=13))
 
 
-def test_output_needs_a_metric() -> None:
+def test_output_needs_a_cost() -> None:
     with pytest.raises(MismatchError, match="calibrate with weighting sensitivity or attention"):
         fit(ROWS.moment_set(), replace(POOLED, rank=2, cut="output"))
 

@@ -190,7 +190,7 @@ def test_errors_cost_what_the_formulas_say(
     cache = read(loaded, torch.tensor(document))
     found = regard(loaded, cache, after, weighting, projections(loaded))
     layers, heads, head_dim = loaded.spec.kv_shape
-    assert found.metric["key"].shape == (layers, heads, head_dim, head_dim)
+    assert found.cost["key"].shape == (layers, heads, head_dim, head_dim)
     error = torch.randn(head_dim, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     at = apply_rope(error.expand(14, -1), torch.arange(14), loaded.spec.rope)
     for layer in range(layers):
@@ -202,7 +202,7 @@ def test_errors_cost_what_the_formulas_say(
             key_cost = sum(s.square().sum((0, 1)) for s in scores).mean()
             value_cost = 4 * (weight[:, mine] @ error).square().sum()  # four tokens are read
             for field, cost in (("key", key_cost), ("value", value_cost)):
-                metric = found.metric[field][layer, head]
+                metric = found.cost[field][layer, head]
                 torch.testing.assert_close(error @ metric @ error, cost, rtol=1e-4, atol=0.0)
 
 
@@ -274,7 +274,7 @@ def test_moments_are_weighted_sums(
             ids = torch.tensor(document)
             kv = {"source": capture_kv(source, ids), "target": capture_kv(target, ids)}
             noted = regard(target, read(target, ids), after, weighting, projections(target))
-            rows, costs = (x[field][layer] for x in (noted.rows, noted.metric))
+            rows, costs = (x[field][layer] for x in (noted.rows, noted.cost))
             if weighting == "sensitivity":
                 slopes = gradients(target, read(target, ids), after)
                 squares = sum(getattr(g, field + "s")[layer].square().sum(-1) for g in slopes)
@@ -297,7 +297,7 @@ def test_moments_are_weighted_sums(
         found = part.moments
         np.testing.assert_allclose(found.gram, gram, rtol=1e-4, atol=1e-5 * abs(gram).max())
         np.testing.assert_allclose(found.cross, cross, rtol=1e-4, atol=1e-5 * abs(cross).max())
-        np.testing.assert_allclose(part.metric, metric, rtol=1e-4, atol=1e-5 * abs(metric).max())
+        np.testing.assert_allclose(part.cost, metric, rtol=1e-4, atol=1e-5 * abs(metric).max())
         np.testing.assert_allclose(found.target_square, square, rtol=1e-4)
         assert found.count == sum(len(d) - 2 for d in DOCUMENTS)
 
@@ -316,18 +316,18 @@ def test_without_continuations_the_last_quarter_is_read(
     )
     for one, other in zip(cut.parts, given_apart.parts, strict=True):
         assert all(map(torch.equal, one.moments.tensors(), other.moments.tensors()))
-        assert torch.equal(one.metric, other.metric)
+        assert torch.equal(one.cost, other.cost)
 
 
-def test_the_file_keeps_the_metric_and_files_of_one_weighting_add(
+def test_the_file_keeps_the_cost_and_files_of_one_weighting_add(
     pair: tuple[LoadedModel, LoadedModel], tmp_path: Path
 ) -> None:
     made = calibrate(*pair, DOCUMENTS, WEIGHED, tmp_path / "m")
     loaded = MomentSet.load(tmp_path / "m")
     both = made + loaded
     for one, other, total in zip(made.parts, loaded.parts, both.parts, strict=True):
-        assert torch.equal(one.metric, other.metric)
-        assert torch.equal(total.metric, 2 * one.metric)
+        assert torch.equal(one.cost, other.cost)
+        assert torch.equal(total.cost, 2 * one.cost)
     config = CalibrationConfig(weighting="sensitivity", skip_first=2, joint=True, scope="head")
     with pytest.raises(MismatchError, match="different columns"):
         made + calibrate(*pair, DOCUMENTS, config, tmp_path / "n")

@@ -76,7 +76,7 @@ class MomentPart:
     """The moments of one group of columns: source slices in order, target slices in order.
 
     A fit can only use slices that stand in one part together. ``slices`` may include the target's
-    own layer 0 (origin "target"); ``targets`` are the target's slices to be predicted. ``metric``,
+    own layer 0 (origin "target"); ``targets`` are the target's slices to be predicted. ``cost``,
     float64 [targets, head_dim, head_dim], is there when rows were weighed: e^T M e is what an error
     e of each target slice costs (calibrate/regard.py).
     """
@@ -84,7 +84,7 @@ class MomentPart:
     slices: tuple[Slice, ...]
     targets: tuple[Slice, ...]
     moments: Moments
-    metric: torch.Tensor | None = None
+    cost: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class MomentSet:
             replace(
                 a,
                 moments=a.moments + b.moments,
-                metric=None if a.metric is None or b.metric is None else a.metric + b.metric,
+                cost=None if a.cost is None or b.cost is None else a.cost + b.cost,
             )
             for a, b in zip(self.parts, other.parts, strict=True)
         )
@@ -152,8 +152,8 @@ class MomentSet:
         for number, part in enumerate(self.parts):
             for name, tensor in zip(_NAMES, part.moments.tensors(), strict=True):
                 tensors[f"{number}.{name}"] = tensor
-            if part.metric is not None:
-                tensors[f"{number}.cost"] = part.metric
+            if part.cost is not None:
+                tensors[f"{number}.cost"] = part.cost
             index.append(
                 {
                     "slices": slices_to_json(part.slices),
@@ -167,7 +167,7 @@ class MomentSet:
             "sinks": [list(entry.token_ids) for entry in self.sinks],
             "record": self.record,
         }
-        weighed = any(part.metric is not None for part in self.parts)
+        weighed = any(part.cost is not None for part in self.parts)
         write_container(path, KIND, FORMAT_VERSION if weighed else 1, content, tensors)
 
     @staticmethod
@@ -196,7 +196,7 @@ class MomentSet:
                         slices=slices_from_json(entry["slices"]),
                         targets=slices_from_json(entry["targets"]),
                         moments=Moments(a, b, c, d, e, entry["count"]),
-                        metric=tensors.get(f"{number}.cost"),
+                        cost=tensors.get(f"{number}.cost"),
                     )
                 )
             table, sinks = native_from_tensors(tensors, content["sinks"])

@@ -22,7 +22,7 @@ class PartSums:
     part would otherwise lose their variation to float32 rounding. Documents are added in float64,
     one at a time, so how they are spread over ranks changes no more than the order of float64 sums.
 
-    When rows are ``weighted``, ``metric`` float64 [targets, head_dim, head_dim] adds up what errors
+    When rows are ``weighted``, ``cost`` float64 [targets, head_dim, head_dim] adds up what errors
     of each target slice cost (regard.py).
     """
 
@@ -35,16 +35,16 @@ class PartSums:
             moments.tensors()
         )
         self.count = moments.count
-        self.metric = saved.metric if saved else None
-        if weighted and self.metric is None:
+        self.cost = saved.cost if saved else None
+        if weighted and self.cost is None:
             head_dim = plan.target_width // len(plan.targets)
             shape = len(plan.targets), head_dim, head_dim
-            self.metric = torch.zeros(shape, dtype=torch.float64)
+            self.cost = torch.zeros(shape, dtype=torch.float64)
 
     def tensors(self) -> list[torch.Tensor]:
         """Everything that adds up, but the count."""
         sums = [self.gram, self.cross, self.source_sum, self.target_sum, self.target_square]
-        return sums if self.metric is None else [*sums, self.metric]
+        return sums if self.cost is None else [*sums, self.cost]
 
     def add(
         self,
@@ -83,12 +83,12 @@ class PartSums:
         self.count += tokens
 
     def add_regard(self, regard: Regard, skip_first: int, ess_floor: float) -> torch.Tensor:
-        """Add what errors cost to the metric; returns the document's weights for add."""
+        """Add up what errors cost; returns the document's weights for add."""
         squares = torch.zeros(())
         for number, t in enumerate(self.plan.targets):
             squares = squares + regard.rows[t.field][t.layer, t.head, skip_first:].cpu()
-            if self.metric is not None:
-                self.metric[number].add_(regard.metric[t.field][t.layer, t.head])
+            if self.cost is not None:
+                self.cost[number].add_(regard.cost[t.field][t.layer, t.head])
         return row_weights(squares, ess_floor)
 
     def part(self) -> MomentPart:
@@ -106,7 +106,7 @@ class PartSums:
             self.target_square,
             self.count,
         )
-        return MomentPart(self.plan.slices, self.plan.targets, moments, self.metric)
+        return MomentPart(self.plan.slices, self.plan.targets, moments, self.cost)
 
 
 def _columns(slices: tuple[Slice, ...], source: CapturedKv, target: CapturedKv) -> torch.Tensor:

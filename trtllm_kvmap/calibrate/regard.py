@@ -38,12 +38,12 @@ QUERIES = 256
 @dataclass(frozen=True, slots=True)
 class Regard:
     """Of each field, ``rows`` [num_layers, num_kv_heads, num_tokens], float32: how much depends on
-    each key or value; and ``metric`` [num_layers, num_kv_heads, head_dim, head_dim], float64:
+    each key or value; and ``cost`` [num_layers, num_kv_heads, head_dim, head_dim], float64:
     e^T M e is what an error e of one costs, summed over the queries that were read.
     """
 
     rows: dict[Field, torch.Tensor]
-    metric: dict[Field, torch.Tensor]
+    cost: dict[Field, torch.Tensor]
 
 
 def regard(
@@ -79,7 +79,7 @@ def regard(
     turns = applying_rows(positions, rope, loaded.rope_length(held), torch.float64)
     return Regard(
         rows=rows,
-        metric={
+        cost={
             "key": turned_back(products, *turns, rope),
             "value": projected * sum(map(len, continuations)),
         },

@@ -28,7 +28,7 @@ class CentredPart:
     def __init__(self, part: MomentPart, source: ModelSpec, target: ModelSpec) -> None:
         self.slices, self.targets, self.moments = part.slices, part.targets, part.moments
         self.source, self.target, self.count = source, target, part.moments.count
-        self._metric = part.metric
+        self._cost = part.cost
         self._columns = _ranges(part.slices, source, target)
         self._target_columns = _ranges(part.targets, source, target)
         self._require_sound()
@@ -75,13 +75,13 @@ class CentredPart:
         total = self.moments.target_sum[index]
         return (self.moments.target_square[index] - total * total / self.count).clamp_(min=0.0)
 
-    def metric(self, targets: Sequence[Slice]) -> torch.Tensor | None:
+    def cost(self, targets: Sequence[Slice]) -> torch.Tensor | None:
         """What an error of each target slice costs, [targets, head_dim, head_dim]; None unless the
         moments were weighed.
         """
-        if self._metric is None:
+        if self._cost is None:
             return None
-        return self._metric[[self.targets.index(t) for t in targets]]
+        return self._cost[[self.targets.index(t) for t in targets]]
 
     def penalty(self, slices: Sequence[Slice], ridge: float) -> torch.Tensor:
         """``ridge`` times the mean diagonal of the slice's own centred gram, one entry per column.

@@ -64,7 +64,7 @@ def estimate_fit(
     map_bytes = BYTES[config.dtype] * groups * stored
     # A cut-out gram, its factor or its residual rows, the cross and its residual.
     working = 8 * readable * (readable + chosen + 2 * out)
-    if cut:  # the matrix that is decomposed, its metric, their roots, vectors and scratch
+    if cut:  # the matrix that is decomposed, the cost of errors, their roots, vectors and scratch
         working += 8 * 12 * out**2
     whole = config.scope != "slice" and count >= source.num_layers
     factor, solve = chosen**3 / 3, 2 * chosen**2 * out

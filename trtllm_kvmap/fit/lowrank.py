@@ -17,7 +17,7 @@ from trtllm_kvmap.fit.centred import CentredPart, describe
 from trtllm_kvmap.fit.ridge import Factor
 from trtllm_kvmap.spec.slices import Slice
 
-# Half of the metric is what the target's queries and output projection make of an error, half is
+# Half of the cost is what the target's queries and output projection make of an error, half is
 # the error itself: they were measured on some text, and the errors of a low rank go everywhere.
 EVERY_DIRECTION = 1.0
 # Below this share of the mean, an eigenvalue is rounding.
@@ -35,7 +35,7 @@ def truncate(
     two, and errors by what they cost the target. The text alone would give up what few tokens need,
     and these are the ones that questions are about.
 
-    Raises MismatchError for output without a metric: the moments were not weighed.
+    Raises MismatchError for output without a cost: the moments were not weighed.
     """
     kept = weight.T @ weight
     if by != "plain":
@@ -44,8 +44,8 @@ def truncate(
         kept = varied if by == "data" else geometric_mean(kept, varied)
     root = inverse = torch.eye(len(kept), dtype=kept.dtype)
     if by == "output":
-        metric = _metric(factor.part, targets)
-        root, inverse = power(metric, 0.5), power(metric, -0.5)
+        cost = _cost(factor.part, targets)
+        root, inverse = power(cost, 0.5), power(cost, -0.5)
     directions = torch.linalg.eigh(_symmetric(root @ kept @ root))[1].flip(1)[:, :rank]
     return weight @ (root @ directions), directions.T @ inverse
 
@@ -66,16 +66,16 @@ def power(a: torch.Tensor, exponent: float) -> torch.Tensor:
     return raised
 
 
-def _metric(part: CentredPart, targets: Sequence[Slice]) -> torch.Tensor:
+def _cost(part: CentredPart, targets: Sequence[Slice]) -> torch.Tensor:
     """What an error of the targets costs, [target columns, target columns], one block a head."""
-    metric = part.metric(targets)
-    if metric is None:
+    cost = part.cost(targets)
+    if cost is None:
         raise MismatchError(
             f"A low rank cut by output needs to know what an error of the {describe(targets)} "
             f"costs; calibrate with weighting sensitivity or attention, or cut by data."
         )
-    mean = metric.diagonal(dim1=1, dim2=2).mean().clamp_min(1e-300)
-    blocks: torch.Tensor = torch.block_diag(*(metric / mean))  # type: ignore[no-untyped-call]
+    mean = cost.diagonal(dim1=1, dim2=2).mean().clamp_min(1e-300)
+    blocks: torch.Tensor = torch.block_diag(*(cost / mean))  # type: ignore[no-untyped-call]
     blocks.diagonal().add_(EVERY_DIRECTION)
     return blocks
 
