@@ -15,6 +15,11 @@ from trtllm_kvmap.spec.model import ModelSpec
 from trtllm_kvmap.spec.rope import RopeParams
 from trtllm_kvmap.spec.slices import FIELDS, Slice
 
+# (layers, heads, head_dim) of a source and a target: equal, other width, other heads.
+EQUAL = ((3, 2, 4), (4, 2, 4))
+OTHER_WIDTH = ((3, 2, 4), (4, 2, 6))
+OTHER_HEADS = ((3, 2, 4), (2, 3, 6))
+
 
 def make_spec(name: str, layers: int, heads: int, head_dim: int) -> ModelSpec:
     return ModelSpec(
