@@ -19,11 +19,11 @@ from fit_rows import make_spec
 from handmade_maps import random_map
 from typer.testing import CliRunner
 
-from trtllm_kvmap.artifact.entry import Entry, Unusable
+from trtllm_kvmap.artifact.entry import UNPRINTABLE, Entry, Unusable
 from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.artifact.registry import Registry
 from trtllm_kvmap.artifact.resident import Resident
-from trtllm_kvmap.cli import app
+from trtllm_kvmap.cli.verbs import app
 from trtllm_kvmap.errors import FormatError, InputError, MismatchError, UnprovenError
 from trtllm_kvmap.fit.config import FitConfig
 from trtllm_kvmap.fit.sizes import map_parameters, router_sizes
@@ -380,7 +380,19 @@ def test_a_folder_that_cannot_be_read_is_not_an_empty_one(
         assert "cannot be read ([Errno 13] Permission denied" in said
 
 
-@pytest.mark.parametrize("name", ["half \ud800", "a\nb: sound", "\x1b[31mred"])
+BIDI = [0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
+
+
+def test_what_turns_the_direction_of_writing_is_no_part_of_a_name() -> None:
+    """Those with the property Bidi_Control in Unicode 15.1, PropList.txt, and no neighbour."""
+    near = {c + step for c in BIDI for step in (-1, 1)} - {*BIDI, 0x2029}
+    assert all(UNPRINTABLE.search(f"Qwen{chr(c)}3") for c in BIDI)
+    assert not any(UNPRINTABLE.search(f"Qwen{chr(c)}3") for c in near)
+
+
+@pytest.mark.parametrize(
+    "name", ["half \ud800", "a\nb: sound", "\x1b[31mred", "a\u202edrow", "a\u2067drow"]
+)
 def test_names_that_cannot_be_printed_stand_in_nobodys_way(
     tmp_path: Path, pair: Pair, name: str
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from typer.testing import CliRunner
 
 from trtllm_kvmap.artifact.registry import Registry
 from trtllm_kvmap.artifact.signature import require_signature, sign
-from trtllm_kvmap.cli import app
+from trtllm_kvmap.cli.verbs import app
 from trtllm_kvmap.errors import FormatError, InputError, UnprovenError
 
 pytest.importorskip(
@@ -84,8 +86,56 @@ def test_only_maps_that_the_key_signed_are_loaded(tmp_path: Path, random_model: 
     with pytest.raises(UnprovenError):  # the signature of another map
         require_signature("m", other.digest, signature, public)
     assert "no signature" in strict.problems(other)[0]
-    (tmp_path / f"{other.path}.sig").mkdir()  # or a file that may not be read
-    assert "directory" in strict.problems(other)[0]
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "link to nothing"])
+def test_a_signature_that_is_no_file_is_refused(
+    tmp_path: Path, random_model: Callable, kind: str
+) -> None:
+    """Nobody waits for a pipe, and no signature is laid into a folder as if it were signed then."""
+    pair = random_model("qwen3", seed=1), random_model("qwen3", seed=2, layers=3)
+    private, public = new_keys()
+    registry = Registry(tmp_path / "maps", public_key=public)
+    kvmap = random_map(*pair)
+    entry = registry.add(kvmap.with_evidence(whole_evidence()))
+    path = tmp_path / "maps" / f"{entry.path}.sig"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(tmp_path / "gone")
+    writer = threading.Timer(5, path.write_bytes, [b"late"])
+    if kind == "pipe":
+        writer.start()  # so that a reader that waits for one fails instead
+    try:
+        for refused in (
+            lambda: registry.open(entry),
+            lambda: registry.load(pair[0].fingerprint, pair[1].fingerprint),
+            lambda: registry.sign(entry, private),
+        ):
+            with pytest.raises(FormatError, match=r"\.sig is neither a file nor a link to one"):
+                refused()
+        assert "neither a file" in " ".join(registry.problems(entry))
+        assert [each.signed for each in registry.entries()] == [False]
+        assert kind != "pipe" or writer.is_alive(), "somebody waited for the pipe"
+    finally:
+        writer.cancel()
+    assert not path.is_dir() or not list(path.iterdir())
+    assert not list((tmp_path / "maps").glob("*.part"))
+
+
+def test_a_link_to_a_signature_is_one(tmp_path: Path, random_model: Callable) -> None:
+    pair = random_model("qwen3", seed=1), random_model("qwen3", seed=2, layers=3)
+    private, public = new_keys()
+    registry = Registry(tmp_path / "maps", public_key=public)
+    entry = registry.add(random_map(*pair).with_evidence(whole_evidence()))
+    registry.sign(entry, private)
+    path = tmp_path / "maps" / f"{entry.path}.sig"
+    path.rename(tmp_path / "kept")
+    path.symlink_to(tmp_path / "kept")
+    assert registry.problems(entry) == []
+    assert [each.signed for each in registry.entries()] == [True]
 
 
 def test_keys_that_are_none_are_refused() -> None:

@@ -13,8 +13,11 @@ from trtllm_kvmap.errors import FormatError
 from trtllm_kvmap.spec.model import ModelSpec
 
 # Control characters, line ends and halves of characters: no terminal shows them, and a list of
-# names would get lines that nobody wrote.
-UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+# names would get lines that nobody wrote. And what turns the direction of writing (Unicode's
+# Bidi_Control): it shows a name in another order than it has.
+UNPRINTABLE = re.compile(
+    r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]"
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 import tempfile
@@ -21,7 +22,7 @@ from trtllm_kvmap.artifact.listing import list_files
 from trtllm_kvmap.artifact.resident import Resident
 from trtllm_kvmap.artifact.signature import SUFFIX as SIGNATURE
 from trtllm_kvmap.artifact.signature import require_signature, sign
-from trtllm_kvmap.errors import FormatError, InputError, KvMapError, MismatchError, UnprovenError
+from trtllm_kvmap.errors import FormatError, InputError, KvMapError, MismatchError
 
 SUFFIX = ".kvmap.safetensors"
 HEX = re.compile(r"[0-9a-f]{64}")
@@ -73,7 +74,9 @@ class Registry:
                 )
                 continue
             try:
-                yield self._entry(path, found[path]["size"], path + SIGNATURE in found)
+                self._require_file(path)
+                signed = path + SIGNATURE in found and self._is_file(path + SIGNATURE)
+                yield self._entry(path, found[path]["size"], signed)
             except FileNotFoundError:
                 continue  # another process took it away
             except (KvMapError, OSError) as error:
@@ -147,7 +150,7 @@ class Registry:
             try:
                 signature = self._signature(entry)
                 require_signature(entry.path, entry.digest, signature, self.public_key)
-            except (UnprovenError, OSError) as error:
+            except (KvMapError, OSError) as error:
                 found.append(str(error))
         return found
 
@@ -164,7 +167,7 @@ class Registry:
             path = f"{self._root.rstrip('/')}/{pair}-{digest[:16]}{SUFFIX}"
             with written.open("rb") as stream:  # what could not be listed is not stored
                 content, _ = read_head(stream, self._relative(path), size, KIND, FORMAT_VERSION)
-            signed = self._files.exists(path + SIGNATURE)
+            signed = self._files.exists(path + SIGNATURE) and self._is_file(path + SIGNATURE)
             entry = entry_from_content(self._relative(path), size, digest, content, signed=signed)
             self._put(path, lambda part: self._files.put_file(str(written), part))
             return entry
@@ -177,12 +180,6 @@ class Registry:
         self._put(path, lambda part: self._files.pipe_file(part, signature))
 
     def _entry(self, path: str, size: int, signed: bool) -> Entry:
-        if isinstance(self._files, LocalFileSystem):
-            local = Path(path)
-            if (local.is_symlink() or local.exists()) and not local.is_file():
-                raise FormatError(  # who opens a pipe waits for ever
-                    f"{self._relative(path)} is neither a file nor a link to one; take it away."
-                )
         with self._files.open(path, "rb") as stream:
             content, digest = read_head(stream, self._relative(path), size, KIND, FORMAT_VERSION)
         return entry_from_content(self._relative(path), size, digest, content, signed=signed)
@@ -214,14 +211,17 @@ class Registry:
             yield local
 
     def _signature(self, entry: Entry) -> str | None:
+        path = self._absolute(entry.path) + SIGNATURE
+        self._require_file(path)
         try:
-            found: bytes = self._files.cat_file(self._absolute(entry.path) + SIGNATURE)
+            found: bytes = self._files.cat_file(path)
         except FileNotFoundError:
             return None
         return found.decode("ascii", errors="replace")
 
     def _put(self, path: str, write: Callable[[str], None]) -> None:
         """Beside its name, then renamed: whoever lists meanwhile sees the old state or the new."""
+        self._require_file(path)
         part = f"{path}.{secrets.token_hex(8)}.part"
         try:
             self._files.makedirs(self._root, exist_ok=True)
@@ -231,6 +231,18 @@ class Registry:
             with suppress(OSError):
                 self._files.rm_file(part)
             raise InputError(f"{path} cannot be written to the registry ({error}).") from error
+
+    def _is_file(self, path: str) -> bool:
+        return not isinstance(self._files, LocalFileSystem) or Path(path).is_file()
+
+    def _require_file(self, path: str) -> None:
+        """Raise FormatError for what is there and no file: who opens a pipe waits, and what is
+        moved onto a folder lands in it.
+        """
+        if not self._is_file(path) and os.path.lexists(path):
+            raise FormatError(
+                f"{self._relative(path)} is neither a file nor a link to one; take it away."
+            )
 
     def _absolute(self, relative: str) -> str:
         return f"{self._root.rstrip('/')}/{relative}"
