@@ -13,7 +13,7 @@ from typing import Any
 from typer.main import get_command
 
 import trtllm_kvmap
-from trtllm_kvmap.cli import app
+from trtllm_kvmap.cli.verbs import app
 
 GOLDEN = Path(__file__).with_name("public_api.json")
 

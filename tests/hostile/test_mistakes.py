@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from trtllm_kvmap.artifact.container import HEADER_KEY
 from trtllm_kvmap.artifact.kvmap import KvMap
-from trtllm_kvmap.cli import app
+from trtllm_kvmap.cli.verbs import app
 from trtllm_kvmap.tiny.documents import VOCABULARY
 
 Folder = Callable[..., Path]

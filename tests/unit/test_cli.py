@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.artifact.moments import MomentSet
 from trtllm_kvmap.calibrate import run as run_module
-from trtllm_kvmap.cli import app
 from trtllm_kvmap.cli.evaluate import timing
 from trtllm_kvmap.cli.fit import candidate_name
 from trtllm_kvmap.cli.guard import taken_back_too_often
+from trtllm_kvmap.cli.verbs import app
 from trtllm_kvmap.evaluate.latency import NATIVE, STAGES, ratios
 from trtllm_kvmap.evaluate.report.report import Report
 from trtllm_kvmap.evaluate.report.sections_of_origin import configuration

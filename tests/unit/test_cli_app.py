@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import io
+import os
 import re
+import subprocess
+import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,12 +16,11 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from trtllm_kvmap.cli import ORDER, app
+from trtllm_kvmap.cli import app as door
 from trtllm_kvmap.cli.plan import plan
+from trtllm_kvmap.cli.verbs import ORDER, app
 from trtllm_kvmap.cli.wording import flags_of, in_flags
 from trtllm_kvmap.errors import FormatError, InputError
-
-door = importlib.import_module("trtllm_kvmap.cli.app")  # cli.app is the typer application
 
 
 def commands(group: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
@@ -71,7 +72,8 @@ def test_every_verb_asks_for_its_json_before_it_works(
         for parameter in command.params:
             if parameter.required:
                 is_option = parameter.param_type_name == "option"
-                arguments += [parameter.opts[0], "1"] if is_option else ["1"]
+                given = str(len(arguments))  # another one each, as they may name files
+                arguments += [parameter.opts[0], given] if is_option else [given]
         refused = CliRunner().invoke(app, [*path, *arguments])
         assert refused.exit_code == 2, command.name
         assert "is a folder; give the name of a file" in refused.output, command.name
@@ -193,6 +195,28 @@ def test_an_interrupted_verb_says_what_became_of_its_files() -> None:
     assert (stopped.exit_code, stopped.stdout) == (130, "")
     assert stopped.stderr == (
         "trtllm-kvmap: interrupted. What was written is whole; every other file is as it was.\n"
+    )
+
+
+@pytest.mark.parametrize("after", ["time.sleep(60)", "pass"])
+def test_an_interrupt_while_modules_are_imported_is_one_line(after: str, tmp_path: Path) -> None:
+    """A torch that is interrupted as it is imported, and one that swallows the exception."""
+    (tmp_path / "torch.py").write_text(
+        f"import os, signal, time\n"
+        f"try:\n    os.kill(os.getpid(), signal.SIGINT)\n    {after}\n"
+        f"except BaseException:\n    pass\n"
+        f"raise SystemExit('it went on')\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-m", "trtllm_kvmap.cli", "--help"],
+        check=False,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    assert (ran.returncode, ran.stdout) == (130, "")
+    assert ran.stderr == (
+        "trtllm-kvmap: interrupted. Nothing was begun; every file is as it was.\n"
     )
 
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from trtllm_kvmap.calibrate.config import CalibrationConfig
 from trtllm_kvmap.calibrate.run import calibrate
-from trtllm_kvmap.cli import app
+from trtllm_kvmap.cli.verbs import app
 from trtllm_kvmap.decode.routing.speeds import Speeds
 from trtllm_kvmap.fit import FitConfig, fit
 from trtllm_kvmap.models import load_model

@@ -11,7 +11,7 @@ import pytest
 from report_case import figure, whole_report
 from typer.testing import CliRunner
 
-from trtllm_kvmap.cli import app
+from trtllm_kvmap.cli.verbs import app
 from trtllm_kvmap.errors import FormatError
 from trtllm_kvmap.evaluate.report.report import Report
 

@@ -16,7 +16,7 @@ from handmade_maps import random_map
 from test_routing import SPEEDS, evidence
 from typer.testing import CliRunner
 
-from trtllm_kvmap.cli import app
+from trtllm_kvmap.cli.verbs import app
 from trtllm_kvmap.decode.guard.guard import Guard
 from trtllm_kvmap.decode.routing.speeds import Speeds
 from trtllm_kvmap.errors import FormatError, InputError, KvMapError, MismatchError, UnprovenError

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-from trtllm_kvmap.cli import app
+from trtllm_kvmap.cli.verbs import app
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "build_scripts"

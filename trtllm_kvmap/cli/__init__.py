@@ -1,55 +1,27 @@
-"""One door: `trtllm-kvmap <verb>`. Each verb is a file of its own; importing it registers it."""
+"""One door: `trtllm-kvmap <verb>`. Each verb is a file of its own (verbs.py)."""
 
-from trtllm_kvmap.cli import (
-    alternate,
-    calibrate,
-    demo,
-    diagnose,
-    doctor,
-    evaluate,
-    fit,
-    generate,
-    guard,
-    inspect,
-    plan,
-    recipe,
-    refine,
-    registry,
-    report,
-    triton,
-)
-from trtllm_kvmap.cli.app import app
-from trtllm_kvmap.models import quiet_loading
+from __future__ import annotations
 
-__all__ = [
-    "alternate",
-    "calibrate",
-    "demo",
-    "diagnose",
-    "doctor",
-    "evaluate",
-    "fit",
-    "generate",
-    "guard",
-    "inspect",
-    "main",
-    "plan",
-    "recipe",
-    "refine",
-    "registry",
-    "report",
-    "triton",
-]
-
-
-# As one meets them: what is there, the way of a map, its use, and what goes on from there.
-ORDER = (
-    *("doctor", "demo", "calibrate", "fit", "evaluate", "report", "generate", "inspect"),
-    *("guard", "plan", "triton", "diagnose", "refine", "alternate", "recipe"),
-)
-app.registered_commands.sort(key=lambda command: ORDER.index(str(command.name)))
+import os
+import signal
+from typing import Any
 
 
 def main() -> None:
+    usual = signal.getsignal(signal.SIGINT)
+    if usual is not signal.SIG_IGN:  # as it is where a shell started this in the background
+        signal.signal(signal.SIGINT, _end)
+    from trtllm_kvmap.cli.verbs import app  # and with it torch and transformers: seconds
+    from trtllm_kvmap.models import quiet_loading
+
+    signal.signal(signal.SIGINT, usual)
     quiet_loading()
     app()
+
+
+def _end(*_: Any) -> None:
+    """Ctrl-C while modules are imported. An exception might be swallowed there, or come out as
+    another one; and there is nothing yet to clean up.
+    """
+    os.write(2, b"trtllm-kvmap: interrupted. Nothing was begun; every file is as it was.\n")
+    os._exit(130)
