@@ -20,7 +20,7 @@ from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.artifact.registry import Registry
 from trtllm_kvmap.calibrate.config import CalibrationConfig
 from trtllm_kvmap.calibrate.run import calibrate
-from trtllm_kvmap.cli import app
+from trtllm_kvmap.cli.verbs import app
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.decode.prefill import prefill
 from trtllm_kvmap.errors import UnprovenError
