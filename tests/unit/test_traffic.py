@@ -190,6 +190,7 @@ def test_an_answer_that_another_thread_ends_lets_counting_go_on(
         thread = threading.Thread(target=block.__exit__, args=(None, None, None))
         thread.start()
         thread.join()
+        assert traffic._quiet._answering == []
         traffic.offer(prompts(1)[0])
         traffic.drain()
         assert traffic.documents == 1
