@@ -3,7 +3,7 @@
     python build_scripts/kernel_mutants.py [--json F] [--only WORD]
 
 Prints, and with --json writes, {"mutants": n, "caught": n, "missed": [...]}. Ends with 1 when one
-was missed. A mutant is caught when a check of tests/cpp/test_kernels.py fails, the emulator reports
+was missed. A mutant is caught when a check of tests/cpp/kernel_cases.py fails, the emulator reports
 an error, or the process that ran it dies. Nothing outside a temporary folder is changed.
 """
 
@@ -636,73 +636,75 @@ def run_checks(library_path: Path, hopper_first: bool = False) -> str:
     """
     import ctypes as c
 
-    import test_kernels as t
+    import kernel_cases as k
+    import native_structs as n
     from cases import CASES
+    from half_cases import with_dtype, with_heads_of_64
     from native_kernels import RefusedError, load
 
     named = {
         case.id: case
         for case in (
             *CASES,
-            *t.FLOAT8_WEIGHTS,
-            t.LONG_K,
-            t.TWO_TILES,
-            t.TILE_PAIRS,
-            t.TILE_HEADS,
-            t.HEADS_OF_128,
-            t.COPY_PARTIAL,
+            *k.FLOAT8_WEIGHTS,
+            k.LONG_K,
+            k.TWO_TILES,
+            k.TILE_PAIRS,
+            k.TILE_HEADS,
+            k.HEADS_OF_128,
+            k.COPY_PARTIAL,
         )
     }
     half: list[tuple[str, dict[str, int]]] = [
-        ("slice-with-own-layer-0", {"variant": t.WIDE}),
-        ("many-inputs", {"variant": t.WIDE}),
-        ("many-inputs", {"variant": t.SMALL_T}),
-        ("pooled-with-own-layer-0", {"variant": t.SMALL_T}),
-        ("two-row-tiles", {"variant": t.WIDE, "chunk_tokens": 256}),
-        ("two-row-tiles", {"variant": t.NARROW}),
-        ("rope-partial-source", {"variant": t.WIDE}),
-        ("rope-partial-target", {"variant": t.NARROW}),
-        ("rope-yarn-source", {"variant": t.WIDE}),
-        ("rope-interleaved-target", {"variant": t.WIDE}),
-        ("skip-in-both", {"variant": t.WIDE}),
-        ("blocks-64-to-1", {"variant": t.WIDE}),
-        ("float8_e4m3fn-to-float8_e4m3fn", {"variant": t.WIDE}),
-        ("odd-to-odd", {"variant": t.WIDE}),
-        ("copies-and-slices", {"variant": t.NARROW}),
+        ("slice-with-own-layer-0", {"variant": n.WIDE}),
+        ("many-inputs", {"variant": n.WIDE}),
+        ("many-inputs", {"variant": n.SMALL_T}),
+        ("pooled-with-own-layer-0", {"variant": n.SMALL_T}),
+        ("two-row-tiles", {"variant": n.WIDE, "chunk_tokens": 256}),
+        ("two-row-tiles", {"variant": n.NARROW}),
+        ("rope-partial-source", {"variant": n.WIDE}),
+        ("rope-partial-target", {"variant": n.NARROW}),
+        ("rope-yarn-source", {"variant": n.WIDE}),
+        ("rope-interleaved-target", {"variant": n.WIDE}),
+        ("skip-in-both", {"variant": n.WIDE}),
+        ("blocks-64-to-1", {"variant": n.WIDE}),
+        ("float8_e4m3fn-to-float8_e4m3fn", {"variant": n.WIDE}),
+        ("odd-to-odd", {"variant": n.WIDE}),
+        ("copies-and-slices", {"variant": n.NARROW}),
         ("copy-turned", {}),
         ("copy-turned-partial", {}),
         ("copy-float8", {}),
         ("copy-float8-rescaled", {}),
         ("copies-of-other-fields", {}),
-        ("float8-weights-many-inputs", {"variant": t.SMALL_T}),
-        ("float8-weights-two-row-tiles", {"variant": t.WIDE}),
-        ("float8-weights-pooled-with-own-layer-0", {"variant": t.NARROW}),
-        ("slice-with-own-layer-0", {"variant": t.HOPPER}),
-        ("many-inputs", {"variant": t.HOPPER}),
-        ("two-row-tiles", {"variant": t.HOPPER}),
-        ("source-heads-of-128", {"variant": t.HOPPER}),
-        ("pooled-with-own-layer-0", {"variant": t.HOPPER}),
-        ("tile-pairs", {"variant": t.HOPPER}),
-        ("tiles-of-heads", {"variant": t.HOPPER}),
+        ("float8-weights-many-inputs", {"variant": n.SMALL_T}),
+        ("float8-weights-two-row-tiles", {"variant": n.WIDE}),
+        ("float8-weights-pooled-with-own-layer-0", {"variant": n.NARROW}),
+        ("slice-with-own-layer-0", {"variant": n.HOPPER}),
+        ("many-inputs", {"variant": n.HOPPER}),
+        ("two-row-tiles", {"variant": n.HOPPER}),
+        ("source-heads-of-128", {"variant": n.HOPPER}),
+        ("pooled-with-own-layer-0", {"variant": n.HOPPER}),
+        ("tile-pairs", {"variant": n.HOPPER}),
+        ("tiles-of-heads", {"variant": n.HOPPER}),
     ]
-    half.sort(key=lambda check: hopper_first and check[1].get("variant") != t.HOPPER)
+    half.sort(key=lambda check: hopper_first and check[1].get("variant") != n.HOPPER)
     library = load(library_path)
     for seed in (1, 2):
         library.kernelOptions(0, 0, 0, c.c_uint64(seed))
         for name, options in half:
-            case = t.with_dtype(named[name], "bfloat16")
-            if options.get("variant") == t.HOPPER:
-                case = t.with_heads_of_64(case)
+            case = with_dtype(named[name], "bfloat16")
+            if options.get("variant") == n.HOPPER:
+                case = with_heads_of_64(case)
             try:
-                t.check(library, case, t.BFLOAT16, **options)
+                k.check(library, case, n.BFLOAT16, **options)
             except (AssertionError, RefusedError) as error:
                 return f"{name} {options}: {str(error).splitlines()[0][:120]}"
         if seed == 1:
             try:
-                t.check(library, named["slice-with-own-layer-0"], t.FLOAT32)
-                t.check(library, named["float8-weights"], t.FLOAT32)
-                case = t.with_dtype(named["float8-weights"], "float16")
-                t.check(library, case, t.FLOAT16, variant=t.SMALL_T)
+                k.check(library, named["slice-with-own-layer-0"], n.FLOAT32)
+                k.check(library, named["float8-weights"], n.FLOAT32)
+                case = with_dtype(named["float8-weights"], "float16")
+                k.check(library, case, n.FLOAT16, variant=n.SMALL_T)
             except (AssertionError, RefusedError) as error:
                 return f"float32 or float16: {str(error).splitlines()[0][:120]}"
     return ""

@@ -21,78 +21,25 @@ from half_cases import (
     with_heads_of_64,
     workspace_error,
 )
+from kernel_cases import (
+    COPY_PARTIAL,
+    FLOAT8_WEIGHTS,
+    HEADS_OF_128,
+    LONG_K,
+    SHORT,
+    TILE_HEADS,
+    TILE_HEADS_INTERLEAVED,
+    TILE_PAIRS,
+    TWO_TILES,
+    VARIANTS,
+    by_id,
+    check,
+)
 from native_kernels import POISON, aligned, call, emulated, pack, prepare
-from native_structs import AUTO, BFLOAT16, FLOAT8, FLOAT16, FLOAT32, HOPPER, NARROW, SMALL_T, WIDE
+from native_structs import BFLOAT16, FLOAT16, FLOAT32, HOPPER, SMALL_T, WIDE
 
 # half_cases puts the conformance folder on the path.
-from cases import BASE, CASES, DTYPES, GEOMETRIES, SCOPES, SECONDS, SOURCE, TARGET, Case  # isort: skip
-
-VARIANTS = {"wide": WIDE, "narrow": NARROW, "small-t": SMALL_T}
-TORCH = {FLOAT32: torch.float32, FLOAT16: torch.float16, BFLOAT16: torch.bfloat16}
-SHORT = tuple(case for case in CASES if case.num_tokens < 500)
-
-LONG_K = replace(
-    BASE,
-    id="many-inputs",
-    source=replace(SOURCE, layers=6, heads=4),
-    target=replace(TARGET, layers=1),
-    scope="pooled-all",
-)
-TWO_TILES = replace(LONG_K, id="two-row-tiles", num_tokens=300, first_slot_offset=3, scope="pooled")
-# A slice of two K-blocks.
-HEADS_OF_128 = replace(
-    BASE,
-    id="source-heads-of-128",
-    source=replace(SOURCE, head_dim=128, rope=replace(SOURCE.rope, rotary_dim=128)),
-)
-# Column tiles that a cluster takes in pairs: two of a group, and the last of a group (64 columns)
-# with the first of the next; an odd number of row tiles.
-TILE_PAIRS = replace(
-    BASE,
-    id="tile-pairs",
-    source=replace(SOURCE, layers=1, heads=2),
-    target=replace(TARGET, layers=1, heads=5),
-    scope="pooled",
-    num_tokens=560,
-)
-# Column tiles that are whole heads of 128, which the Hopper kernel ends in a shorter way.
-TILE_HEADS = replace(
-    TILE_PAIRS,
-    id="tiles-of-heads",
-    target=replace(
-        TARGET, layers=1, heads=3, head_dim=128, rope=replace(TARGET.rope, rotary_dim=128)
-    ),
-    num_tokens=300,
-)
-TILE_HEADS_INTERLEAVED = replace(
-    TILE_HEADS,
-    id="tiles-of-interleaved-heads",
-    target=replace(TILE_HEADS.target, rope=replace(TILE_HEADS.target.rope, interleaved=True)),
-    num_tokens=13,
-)
-# Pairs 16 channels apart, which different lanes of a warp have read.
-_TURNED = next(case for case in SCOPES if case.id == "copy-turned")
-COPY_PARTIAL = replace(
-    _TURNED,
-    id="copy-turned-partial",
-    source=replace(_TURNED.source, rope=replace(_TURNED.source.rope, rotary_dim=32)),
-    target=replace(_TURNED.target, rope=replace(_TURNED.target.rope, rotary_dim=32)),
-)
-# Weights kept in fp8-e4m3: a few slices, heads that share them, splits of K, two row tiles, padded
-# heads, pairs of neighbours.
-FLOAT8_WEIGHTS = (
-    *(case for case in SECONDS if case.second == "float8"),
-    *(
-        replace(case, id=f"float8-weights-{case.id}", second="float8")
-        for case in (
-            LONG_K,
-            TWO_TILES,
-            *(case for case in GEOMETRIES if case.id == "head-dim-96-to-32"),
-            *(case for case in SCOPES if case.id in ("pooled-with-own-layer-0",)),
-            *(case for case in CASES if case.id == "rope-partial-interleaved-scaled-target"),
-        )
-    ),
-)
+from cases import CASES, DTYPES, GEOMETRIES, SCOPES, TARGET, Case  # isort: skip
 
 pytestmark = NEEDS_EMULATOR
 
@@ -108,39 +55,6 @@ def options(library: c.CDLL) -> Iterator[None]:
     library.kernelOptions(0, 0, 0, c.c_uint64(1))
     yield
     library.kernelOptions(0, 0, 0, c.c_uint64(1))
-
-
-def by_id(cases: tuple[Case, ...] | list[Case]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("case", cases, ids=lambda case: case.id)
-
-
-def check(
-    library: c.CDLL,
-    case: Case,
-    compute_type: int,
-    function: str = "kernelMap",
-    **options: object,
-) -> torch.Tensor:
-    """Map, compare the whole memory, return it raw."""
-    half = compute_type != FLOAT32
-    built = build_rounded(case, TORCH[compute_type]) if half else build(case)
-    before, source = raw(built.target_memory), raw(built.source_memory)
-    prepared = prepare_built(
-        library,
-        built,
-        compute_type=compute_type,
-        **options,
-    )
-    call(library, function, prepared)
-    assert torch.equal(raw(built.source_memory), source), "the source changed"
-    extra = workspace_error(case, built, TORCH[compute_type]) if half else 0.0
-    if function == "kernelMapCpu":
-        extra = 0.0  # it rounds no inputs
-    compare(case, built, before, expect(case, built), extra)
-    return raw(built.target_memory)
-
-
-# ---- every case ----
 
 
 @by_id(CASES)
@@ -287,9 +201,6 @@ def test_kernels_widen_every_float8_number(library: c.CDLL, dtype: str) -> None:
         assert torch.equal(found.float(), value.weight[row].float())
 
 
-# ---- what must not matter ----
-
-
 @pytest.mark.parametrize(
     ("variant", "case"),
     [
@@ -376,66 +287,3 @@ def test_kernels_skip_an_index_out_of_range(
     skipped[3] = -1
     built = replace(built, span=replace(built.span, source_slots=skipped))
     compare(case, built, before, expect(case, built), workspace_error(case, built, torch.bfloat16))
-
-
-# ---- packing and formats ----
-
-
-@pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16, FLOAT8])
-def test_kernels_host_formats_round_as_torch_does(library: c.CDLL, dtype: int) -> None:
-    kind = {FLOAT16: torch.float16, BFLOAT16: torch.bfloat16, FLOAT8: torch.float8_e4m3fn}[dtype]
-    bits = torch.randint(-(1 << 31), 1 << 31, (200_000,), dtype=torch.int64).to(torch.int32)
-    special = torch.tensor([0.0, -0.0, 448.0, 464.0, 2.0**-9, 2.0**-10, 65519.0, 65520.0, 3e38])
-    numbers = torch.cat([bits.view(torch.float32), torch.randn(100_000), special])
-    if dtype == FLOAT8:  # saturating, as the contract wants it
-        limit = torch.finfo(kind).max
-        wanted = torch.where(numbers.isnan(), numbers, numbers.clamp(-limit, limit)).to(kind)
-    else:
-        wanted = numbers.to(kind)
-    stored, again = torch.empty_like(wanted), torch.empty_like(numbers)
-    library.kernelRound(
-        c.c_void_p(numbers.data_ptr()),
-        c.c_int64(numbers.numel()),
-        dtype,
-        c.c_void_p(stored.data_ptr()),
-        c.c_void_p(again.data_ptr()),
-    )
-    real = ~numbers.isnan()
-    assert torch.equal(raw(stored)[real], raw(wanted)[real])
-    assert bool(again[~real].isnan().all())
-    assert torch.equal(again[real], wanted.float()[real])
-
-
-@pytest.mark.parametrize("compute_type", [FLOAT16, FLOAT32])
-def test_kernels_packed_blocks_hold_every_weight_once(library: c.CDLL, compute_type: int) -> None:
-    """docs/kernels.md's layout, read back with its own formula."""
-    case = replace(LONG_K, target=replace(TARGET, layers=1, heads=1))
-    built = build_rounded(case, torch.float16)
-    packed, blob = pack(library, built.kvmap, compute_type)
-    group = next(g for g in built.kvmap.groups if g.field == "value")
-    assert group.weight is not None
-    inputs, columns = group.weight.shape
-    kind = torch.float16 if compute_type == FLOAT16 else torch.float32
-    weights = blob[packed.weights :].view(kind)
-    k_blocks = -(-inputs // 64)
-    per_group = k_blocks * 64 * 64
-    per_chunk = 16 // weights.element_size()
-    k, n = torch.meshgrid(torch.arange(inputs), torch.arange(columns), indexing="ij")
-    chunk = (k % 64 // per_chunk) ^ (n % 8)
-    place = (k // 64) * 4096 + n * 64 + chunk * per_chunk + k % per_chunk
-    every = [weights[i * per_group : (i + 1) * per_group] for i in range(packed.num_groups)]
-    assert any(torch.equal(part[place].float(), group.weight) for part in every)
-
-
-def test_kernels_auto_picks_by_tokens_and_shape(library: c.CDLL) -> None:
-    built = build_rounded(with_dtype(LONG_K, "bfloat16"), torch.bfloat16)
-    packed, _blob = pack(library, built.kvmap, BFLOAT16)
-
-    def size(tokens: int, variant: int) -> int:
-        return int(library.kernelWorkspaceSize(c.byref(packed), tokens, 0, variant))
-
-    assert size(64, AUTO) == size(64, SMALL_T) != size(64, WIDE)
-    assert size(65, AUTO) == size(128, AUTO) == size(128, NARROW)
-    assert size(129, AUTO) == size(129, WIDE)
-    assert size(0, AUTO) == 0
-    assert size(1 << 20, AUTO) == size(2048, AUTO), "the workspace of a long span is bounded"

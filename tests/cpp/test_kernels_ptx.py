@@ -11,10 +11,7 @@ import pytest
 import torch
 from emulated_cases import prepare_built
 from half_cases import build_rounded, raw, with_dtype, with_heads_of_64
-from native_build import build_library, cuda_include, kernel_sources, translated_kernels
-from native_kernels import call, load
-from native_structs import BFLOAT16, FLOAT16, FLOAT32, HOPPER
-from test_kernels import (
+from kernel_cases import (
     FLOAT8_WEIGHTS,
     HEADS_OF_128,
     LONG_K,
@@ -25,6 +22,9 @@ from test_kernels import (
     TWO_TILES,
     VARIANTS,
 )
+from native_build import build_library, cuda_include, kernel_sources, translated_kernels
+from native_kernels import call, load
+from native_structs import BFLOAT16, FLOAT16, FLOAT32, HOPPER
 
 from cases import CASES, Case  # isort: skip
 
