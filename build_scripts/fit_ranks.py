@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from fit_bench import Bench
 
 from trtllm_kvmap.artifact.moments import MomentSet
 from trtllm_kvmap.evaluate.bootstrap import figure
 from trtllm_kvmap.fit import FitConfig, fit
-
-if TYPE_CHECKING:
-    from bench_fits import Bench
 
 CUTS, RANKS, WIDER_RANKS = ("plain", "data", "output"), (8, 12, 16, 24), (32, 48)
 FULL = (
