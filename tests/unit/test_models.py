@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.utils import http_backoff
 from random_models import available_architectures, write_model
 
 from trtllm_kvmap.errors import InputError, MismatchError
-from trtllm_kvmap.models import load_model, require_same_tokens
+from trtllm_kvmap.models import (
+    describe_model,
+    load,
+    load_model,
+    quiet_loading,
+    read_spec,
+    require_same_tokens,
+)
 from trtllm_kvmap.tiny.documents import VOCABULARY
 
 
@@ -64,6 +73,52 @@ def test_another_rope_changes_the_fingerprint(random_model: Callable) -> None:
 def test_a_folder_without_a_model_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"No model could be loaded from .* Give a folder"):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("./no", "There is no such folder"),
+        ("../no", "There is no such folder"),
+        ("/no", "There is no such folder"),
+        ("~/no", "There is no such folder"),
+        ("far/down/no", "There is no such folder"),
+        ("org/name/", "There is no such folder"),
+        ("here/no", "There is no 'no' in the folder 'here'"),
+        ("here", "There is no config.json in this folder"),
+        ("here/file", "This is a file"),
+    ],
+)
+def test_no_hub_is_asked_for_what_can_only_be_a_path(
+    given: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "file").write_text("{}")
+    asked: list[str] = []
+
+    def offline(name: str) -> None:
+        asked.append(name)
+        raise OSError("We are offline.\nSee elsewhere.")
+
+    monkeypatch.setattr(load.AutoConfig, "from_pretrained", offline)
+    for read in (read_spec, describe_model, load_model):
+        with pytest.raises(InputError, match=rf"from '{given}': {said}\. Give a folder"):
+            read(given)
+    assert not asked
+    for name in ("name", "org/name", "here-not/no"):
+        with pytest.raises(InputError, match=rf"from '{name}': We are offline\. Give a folder"):
+            read_spec(name)
+    assert asked == ["name", "org/name", "here-not/no"]
+
+
+def test_the_hub_says_once_that_it_cannot_be_reached(caplog: pytest.LogCaptureFixture) -> None:
+    """huggingface_hub warns of every attempt; quiet_loading leaves the error that ends them."""
+    quiet_loading()
+    logger = logging.getLogger(http_backoff.__module__)
+    logger.warning("Retrying in 8s")
+    logger.error("kept")
+    assert [record.message for record in caplog.records if record.name == logger.name] == ["kept"]
 
 
 def test_a_sliding_window_is_refused(tmp_path: Path) -> None:

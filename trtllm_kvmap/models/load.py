@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,30 +46,49 @@ def load_model(
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(path_or_id, dtype=dtype)
     except (OSError, ValueError, SafetensorError) as error:
-        raise _not_loadable(path_or_id, error) from error
+        raise _not_loadable(path_or_id, str(error)) from error
     return LoadedModel(spec.name, model.to(device).eval(), load_tokenizer(path_or_id), spec)
 
 
 def read_spec(path_or_id: str | Path) -> ModelSpec:
     """The KV geometry of a folder or hub id, from its configuration. Raises as load_model does."""
-    name = Path(path_or_id).name if Path(path_or_id).is_dir() else str(path_or_id)
     try:
+        if missing := _missing(str(path_or_id)):
+            raise _not_loadable(path_or_id, missing)
+        name = Path(path_or_id).name if Path(path_or_id).is_dir() else str(path_or_id)
         config = AutoConfig.from_pretrained(path_or_id)
     except (OSError, ValueError) as error:
-        raise _not_loadable(path_or_id, error) from error
+        raise _not_loadable(path_or_id, str(error)) from error
     return spec_from_config(config, name)
 
 
-def _not_loadable(path_or_id: str | Path, error: Exception) -> InputError:
-    reason = str(error).strip().splitlines()[0].rstrip(".") + "."
-    if str(path_or_id).startswith(("/", ".", "~")) and not Path(path_or_id).exists():
-        reason = "There is no such folder."
+def _missing(given: str) -> str:
+    """What a path lacks to be a model's folder, so that no hub is asked for it; "" for such a
+    folder, and for what may be a hub id: `name`, or `org/name` where there is no folder `org`.
+    """
+    path, parts = Path(given), given.split("/")
+    if path.is_dir():
+        return "" if (path / "config.json").is_file() else "There is no config.json in this folder."
+    if path.exists():
+        return "This is a file."
+    if given.startswith((".", "/", "~")) or len(parts) > 2:
+        return "There is no such folder."
+    if len(parts) == 2 and path.parent.is_dir():
+        return f"There is no {parts[1]!r} in the folder {parts[0]!r}."
+    return ""
+
+
+def _not_loadable(path_or_id: str | Path, reason: str) -> InputError:
+    first = reason.strip().splitlines()[0].rstrip(".")
     return InputError(
-        f"No model could be loaded from {str(path_or_id)!r}: {reason} Give a folder with "
-        f"config.json and safetensors weights, or a hub id where there is a network."
+        f"No model could be loaded from {str(path_or_id)!r}: {first}. Give a folder with "
+        f"config.json and safetensors weights, or a hub id (org/name) where there is a network."
     )
 
 
 def quiet_loading() -> None:
-    """Turn off transformers' own progress bars: a command line shows its own."""
+    """Turn off transformers' own progress bars, and the hub's word on every attempt to reach it: a
+    command line shows its own bars, and says how it ended.
+    """
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)
