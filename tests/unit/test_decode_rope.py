@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from caches import tokens
+from changing_rope import DYNAMIC, LENGTH_DEPENDENT
 from handmade_maps import copy_map
 
 from trtllm_kvmap.artifact.native import SinkEntry
@@ -22,19 +23,6 @@ from trtllm_kvmap.inject.hf_cache import (
 )
 from trtllm_kvmap.rotary import apply_rope, remove_rope
 from trtllm_kvmap.spec.plan import plan_handoff
-
-DYNAMIC = {"rope": {"rope_type": "dynamic", "factor": 4.0}, "max_positions": 32}
-LONGROPE = {
-    "rope": {
-        "rope_type": "longrope",
-        "short_factor": [1.0 + 0.1 * i for i in range(8)],
-        "long_factor": [2.0 + 0.3 * i for i in range(8)],
-        "factor": 4.0,
-        "original_max_position_embeddings": 32,
-    },
-    "max_positions": 128,
-}
-LENGTH_DEPENDENT = [pytest.param(DYNAMIC, id="dynamic"), pytest.param(LONGROPE, id="longrope")]
 
 
 @pytest.mark.parametrize("options", LENGTH_DEPENDENT)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from caches import stacked, tokens
+from changing_rope import LENGTH_DEPENDENT
 from streams import require_equal_streams
 
 from trtllm_kvmap.decode.generate import generate
@@ -15,19 +16,6 @@ from trtllm_kvmap.decode.speculation.draft_length import DraftLength
 from trtllm_kvmap.decode.speculation.speculate import speculate
 from trtllm_kvmap.errors import InputError, MismatchError
 from trtllm_kvmap.inject.hf_cache import fork, written_lengths
-
-DYNAMIC = {"rope": {"rope_type": "dynamic", "factor": 4.0}, "max_positions": 32}
-LONGROPE = {
-    "rope": {
-        "rope_type": "longrope",
-        "short_factor": [1.0 + 0.1 * i for i in range(8)],
-        "long_factor": [2.0 + 0.3 * i for i in range(8)],
-        "factor": 4.0,
-        "original_max_position_embeddings": 32,
-    },
-    "max_positions": 128,
-}
-LENGTH_DEPENDENT = [pytest.param(DYNAMIC, id="dynamic"), pytest.param(LONGROPE, id="longrope")]
 
 
 @pytest.mark.parametrize("options", LENGTH_DEPENDENT)
