@@ -49,7 +49,3 @@ class Resident(Generic[Value]):
                 while self.capacity is not None and self.held_bytes > self.capacity:
                     self._held.popitem(last=False)
             return value
-
-    def drop(self, key: Hashable) -> None:
-        with self._lock:
-            self._held.pop(key, None)

@@ -15,7 +15,6 @@ from trtllm_kvmap.spec.model import ModelSpec
 CONSTANTS = ("packed_map", "source_rope", "target_rope")
 TABLE = ("token_table_keys", "token_table_values")
 OUTPUT = "mapped_lengths"
-SIDES = ("source", "target")
 
 
 @dataclass(frozen=True, slots=True)

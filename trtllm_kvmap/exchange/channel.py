@@ -114,12 +114,6 @@ def connect(address: tuple[str, int], timeout: float) -> Channel:
     return Channel(_without_delay(connected))
 
 
-def channel_pair() -> tuple[Channel, Channel]:
-    """Two connected ends in one process."""
-    one, other = socket.socketpair()
-    return Channel(one), Channel(other)
-
-
 def _without_delay(connected: socket.socket) -> socket.socket:
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connected
