@@ -44,7 +44,7 @@ BENCHES = {
     "upgrade": "bench_upgrade",
 }
 BESIDE = ("aither-kvcache==2.4.1", "nixl-cu13==1.5.1", "xxhash==4.1.0")
-ENVIRONMENT = Environment(".venv-bench", (*MAIN, *BESIDE))
+ENVIRONMENT = Environment(".venv-bench", BESIDE, over=MAIN)
 ENVIRONMENTS = {"triton": triton_server.ENVIRONMENT}  # where not that one
 INSIDE = "TRTLLM_KVMAP_BENCH"  # set in the child that runs inside the environment
 

@@ -20,7 +20,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from environment import MAIN, ROOT, Environment
+from environment import MAIN, ROOT
 from tensorrt_headers import tensorrt_headers
 
 BUILD = ROOT / "build"
@@ -122,9 +122,7 @@ def find_torch(options: argparse.Namespace) -> Path:
     """The folder of the torch to build against; its interpreter is set up unless one is given."""
     python = options.python
     if python is None:
-        python = (
-            sys.executable if options.offline else Environment(".venv", MAIN, "[test]").ensure()
-        )
+        python = sys.executable if options.offline else MAIN.ensure()
     # Found without importing it, which would take seconds.
     question = "from importlib.util import find_spec; print(find_spec('torch').origin)"
     answer = subprocess.run(

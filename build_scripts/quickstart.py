@@ -11,7 +11,7 @@ import argparse
 import subprocess
 import sys
 
-from environment import MAIN, Environment
+from environment import MAIN
 
 
 def main() -> int:
@@ -23,7 +23,7 @@ def main() -> int:
     parser.add_argument("--out", metavar="FOLDER", help="folder to write to (default: kvmap-demo)")
     parser.add_argument("--json", metavar="FILE", help="also write both reports here, as JSON")
     parser.parse_args()  # the flags of `trtllm-kvmap demo`, so that a mistake costs no installation
-    python = Environment(".venv", MAIN, extras="[test]").ensure()
+    python = MAIN.ensure()
     command = [str(python), "-m", "trtllm_kvmap.cli", "demo", *sys.argv[1:]]
     return subprocess.run(command, check=False).returncode
 

