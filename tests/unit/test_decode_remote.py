@@ -4,25 +4,22 @@ target's own reading.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 from handmade_maps import random_map
+from remote_case import exchanged, pool_of
 
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.decode.prefill import prefill
-from trtllm_kvmap.decode.remote import expected_blocks, read_to_offer, take_over
+from trtllm_kvmap.decode.remote import read_to_offer, take_over
 from trtllm_kvmap.errors import InputError, UnavailableError
 from trtllm_kvmap.exchange.block_pool import BlockPool
-from trtllm_kvmap.exchange.channel import Listener, connect
 from trtllm_kvmap.exchange.in_process import InProcessTransport
 from trtllm_kvmap.exchange.messages import Reason
-from trtllm_kvmap.exchange.receive import NotReceived, Received, receive_blocks
-from trtllm_kvmap.exchange.send import send_blocks
+from trtllm_kvmap.exchange.receive import NotReceived, Received
 from trtllm_kvmap.models import LoadedModel, RemoteModel
-from trtllm_kvmap.spec.layout import trtllm_layout
 from trtllm_kvmap.spec.plan import plan_handoff
 
 PROMPT = list(range(3, 43))  # 40 tokens
@@ -43,35 +40,20 @@ def bridge(random_model: Callable[..., LoadedModel], source: LoadedModel) -> KvB
     return KvBridge(kvmap, source=remote, target=target)
 
 
-def pool_of(source: LoadedModel, num_blocks: int) -> BlockPool:
-    layers, heads, head_dim = source.spec.kv_shape
-    return BlockPool.allocate(trtllm_layout(num_blocks, layers, heads, 4, head_dim), "float32")
-
-
-def exchanged(
+def sent(
     source: LoadedModel, bridge: KvBridge, landing: BlockPool, offered: list[int]
 ) -> Received | NotReceived:
     """``offered`` read by the source and sent to a target that has PROMPT to answer."""
-    pool, transport, listener = pool_of(source, 12), InProcessTransport(), Listener()
-    offer, block_ids = read_to_offer(source, offered, pool, transport.expose(pool), "r1")
-    sending = threading.Thread(
-        target=lambda: send_blocks(connect(listener.address, 5.0), offer, pool, block_ids)
-    )
-    sending.start()
-    expected = expected_blocks(bridge.kvmap, "r1", PROMPT)
-    result = receive_blocks(listener, expected, {"in_process": transport}, landing)
-    sending.join(10)
-    listener.close()
-    assert pool.num_free == 12
-    return result
+    pool = pool_of(source, 12, 4)
+    return exchanged(source, bridge, pool, landing, offered=offered, prompt=PROMPT)
 
 
 @pytest.mark.parametrize("offered", [32, 40, 21], ids=lambda n: f"{n} offered")
 def test_the_answer_is_that_of_one_process(
     source: LoadedModel, bridge: KvBridge, offered: int
 ) -> None:
-    landing = pool_of(source, 11)
-    result = exchanged(source, bridge, landing, PROMPT[:offered])
+    landing = pool_of(source, 11, 4)
+    result = sent(source, bridge, landing, PROMPT[:offered])
     ready = take_over(bridge, PROMPT, result, landing, repair_window=REPAIR)
     plan = plan_handoff(len(PROMPT), repair_window=max(REPAIR, 40 - offered))
     wanted = bridge.hand_over(prefill(source, PROMPT).cache, PROMPT, plan)
@@ -84,7 +66,7 @@ def test_the_answer_is_that_of_one_process(
 
 
 def test_nothing_received_is_read_by_the_target(bridge: KvBridge, source: LoadedModel) -> None:
-    landing = pool_of(source, 11)
+    landing = pool_of(source, 11, 4)
     result = NotReceived(Reason.PEER_LOST, "closed")
     ready = take_over(bridge, PROMPT, result, landing)
     own = prefill(bridge.target, PROMPT, logits_to_keep=1)
@@ -95,8 +77,8 @@ def test_nothing_received_is_read_by_the_target(bridge: KvBridge, source: Loaded
 
 def test_blocks_that_cannot_be_used_are_not(bridge: KvBridge, source: LoadedModel) -> None:
     """Checksums fit, and still: not-a-number in a block."""
-    landing = pool_of(source, 11)
-    result = exchanged(source, bridge, landing, PROMPT)
+    landing = pool_of(source, 11, 4)
+    result = sent(source, bridge, landing, PROMPT)
     assert isinstance(result, Received)
     landing.blocks[result.block_ids[2]] = torch.nan
     ready = take_over(bridge, PROMPT, result, landing, repair_window=REPAIR)
@@ -110,15 +92,15 @@ def test_blocks_that_cannot_be_used_are_not(bridge: KvBridge, source: LoadedMode
 def test_another_model_s_offer_is_refused(
     source: LoadedModel, bridge: KvBridge, random_model: Callable[..., LoadedModel]
 ) -> None:
-    landing = pool_of(source, 11)
+    landing = pool_of(source, 11, 4)
     other = random_model("qwen3", layers=3, kv_heads=2, seed=7)
-    result = exchanged(other, bridge, landing, PROMPT)
+    result = sent(other, bridge, landing, PROMPT)
     assert isinstance(result, NotReceived)
     assert result.reason is Reason.WRONG_MODEL
 
 
 def test_a_source_without_room_offers_nothing(source: LoadedModel) -> None:
-    pool, transport = pool_of(source, 9), InProcessTransport()
+    pool, transport = pool_of(source, 9, 4), InProcessTransport()
     exposed = transport.expose(pool)
     with pytest.raises(UnavailableError, match="10 blocks are needed and 9 of 9"):
         read_to_offer(source, PROMPT, pool, exposed, "r1")
@@ -132,4 +114,4 @@ def test_a_prompt_too_long_for_the_target_is_the_caller_s_mistake(
 ) -> None:
     long = [5] * (bridge.target.spec.max_positions + 1)
     with pytest.raises(InputError):
-        take_over(bridge, long, NotReceived(Reason.TIMEOUT, ""), pool_of(source, 1))
+        take_over(bridge, long, NotReceived(Reason.TIMEOUT, ""), pool_of(source, 1, 4))

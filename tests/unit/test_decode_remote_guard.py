@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import math
 import re
-import threading
 from dataclasses import replace
 
 import pytest
 import torch
 from handmade_maps import random_map
+from remote_case import exchanged, pool_of
 
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.decode.guard.guard import Guard
 from trtllm_kvmap.decode.guard.guarded import hand_over_guarded
 from trtllm_kvmap.decode.prefill import prefill
-from trtllm_kvmap.decode.remote import Ready, expected_blocks, read_to_offer, take_over
+from trtllm_kvmap.decode.remote import Ready, read_to_offer, take_over
 from trtllm_kvmap.errors import InputError, NumericsError
 from trtllm_kvmap.evaluate.tasks.named import TaskConfig, read_items
 from trtllm_kvmap.exchange.block_pool import BlockPool
-from trtllm_kvmap.exchange.channel import Listener, connect
 from trtllm_kvmap.exchange.in_process import InProcessTransport
 from trtllm_kvmap.exchange.messages import Recall
-from trtllm_kvmap.exchange.receive import Received, receive_blocks
-from trtllm_kvmap.exchange.send import send_blocks
+from trtllm_kvmap.exchange.receive import Received
 from trtllm_kvmap.models import LoadedModel, RemoteModel, load_model
-from trtllm_kvmap.spec.layout import trtllm_layout
 from trtllm_kvmap.spec.plan import plan_handoff
 from trtllm_kvmap.tiny import model_folder
 
@@ -63,8 +60,7 @@ def afar(bridge: KvBridge, guard: Guard | dict | None) -> KvBridge:
 
 
 def pool_for(source: LoadedModel) -> BlockPool:
-    layers, heads, head_dim = source.spec.kv_shape
-    return BlockPool.allocate(trtllm_layout(20, layers, heads, 16, head_dim), "float32")
+    return pool_of(source, 20, 16)
 
 
 def limited(guard: Guard, limit: float) -> Guard:
@@ -78,16 +74,8 @@ def received(
     source: LoadedModel, far: KvBridge, prompt: list[int], landing: BlockPool, **said: object
 ) -> Received:
     """``prompt`` read by the source and sent; ``said`` as for read_to_offer."""
-    pool, transport, listener = pool_for(source), InProcessTransport(), Listener()
-    offer, ids = read_to_offer(source, prompt, pool, transport.expose(pool), "r1", **said)
-    sending = threading.Thread(
-        target=lambda: send_blocks(connect(listener.address, 5.0), offer, pool, ids)
-    )
-    sending.start()
-    expected = expected_blocks(far.kvmap, "r1", prompt)
-    result = receive_blocks(listener, expected, {"in_process": transport}, landing)
-    sending.join(10)
-    listener.close()
+    pool = pool_for(source)
+    result = exchanged(source, far, pool, landing, offered=prompt, prompt=prompt, **said)
     assert isinstance(result, Received), result
     return result
 
