@@ -21,13 +21,16 @@ from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.artifact.moments import MomentSet
 from trtllm_kvmap.calibrate.config import CalibrationConfig
 from trtllm_kvmap.calibrate.run import calibrate
+from trtllm_kvmap.calibrate.sent import SentKv
 from trtllm_kvmap.calibrate.traffic import TrafficConfig, TrafficMoments
+from trtllm_kvmap.decode.prefill import prefill
 from trtllm_kvmap.errors import InputError, UnavailableError, UnprovenError
 from trtllm_kvmap.evaluate.promote import promote, refit, traffic_items
 from trtllm_kvmap.evaluate.report.report import Report
 from trtllm_kvmap.evaluate.run import EvaluationConfig, evaluate
 from trtllm_kvmap.fit import FitConfig, fit
-from trtllm_kvmap.models import LoadedModel, load_model
+from trtllm_kvmap.inject.hf_cache import view_pool
+from trtllm_kvmap.models import LoadedModel, RemoteModel, load_model
 from trtllm_kvmap.tiny import model_folder
 from trtllm_kvmap.tiny.documents import make_document
 
@@ -196,6 +199,100 @@ def test_an_answer_that_another_thread_ends_lets_counting_go_on(
         assert traffic.documents == 1
 
 
+def test_what_a_source_elsewhere_sent_is_counted_as_if_it_were_read_here(
+    pair: tuple[LoadedModel, LoadedModel], tmp_path: Path
+) -> None:
+    """And no longer than it was sent; the memory it came in may be used again at once."""
+    source, target = pair
+    remote = RemoteModel(source.name, source.spec, source.fingerprint)
+    config = replace(FEW, held_out_every=0)
+    with TrafficMoments(remote, target, config, JOINT) as traffic:
+        for number, ids in enumerate(prompts(4)):
+            sent = sent_by(source, ids[: 40 - 9 * number])
+            assert traffic.offer(ids, "", sent) == "queued"
+            sent.keys.fill_(float("nan"))
+            sent.values.fill_(float("nan"))
+            traffic.drain()
+        got = traffic.moments()
+    read = [ids[: 40 - 9 * number] for number, ids in enumerate(prompts(4))]
+    wanted = calibrate(*pair, read, JOINT, tmp_path / "moments")
+    assert got.source_fingerprint == wanted.source_fingerprint
+    assert got.record["tokens"] == wanted.record["tokens"] == sum(map(len, read)) - 4 * 4
+    for mine, theirs in zip(got.parts, wanted.parts, strict=True):
+        for a, b in zip(mine.moments.tensors(), theirs.moments.tensors(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-9)
+
+
+def sent_by(source: LoadedModel, ids: list[int]) -> SentKv:
+    pool = view_pool(prefill(source, ids).cache)
+    return SentKv(torch.cat(pool.keys), torch.cat(pool.values), len(ids))
+
+
+def test_what_was_sent_by_another_model_is_not_counted(
+    pair: tuple[LoadedModel, LoadedModel],
+) -> None:
+    source, target = pair
+    remote = RemoteModel(source.name, source.spec, source.fingerprint)
+    ids, sent = prompts(1)[0], sent_by(target, prompts(1)[0])
+    good = sent_by(source, ids)
+    flat = SentKv(torch.zeros(3), torch.zeros(3), 3)
+    unequal = replace(good, values=good.values[:, :, 1:])
+    with TrafficMoments(remote, target, replace(FEW, held_out_every=0), JOINT) as traffic:
+        for given in (sent, flat, unequal, None):  # of three layers; of no shape; nothing
+            assert traffic.offer(ids, "", given) == "unusable"
+        assert traffic.offer(ids, "", good.kept(4)) == "unusable"  # too short to add anything
+        assert traffic.offer(ids, "", good) == "queued"
+        traffic.drain()
+        assert (traffic.documents, traffic.failed) == (1, 0)
+
+
+def test_counting_keeps_to_its_share_of_the_time(
+    pair: tuple[LoadedModel, LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each prompt takes 4 s by this clock, and an answer stands in its way for 100 more."""
+    now, rested = [0.0], []
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    config = replace(FEW, held_out_every=0, max_share=0.25)
+    with TrafficMoments(*pair, config, JOINT) as traffic:
+        waiting = traffic._quiet._changed
+        monkeypatch.setattr(traffic._quiet, "rest", rested.append)
+        monkeypatch.setattr(waiting, "wait_for", lambda _: now.__setitem__(0, now[0] + 100))
+
+        def count(_: object) -> None:
+            now[0] += 4
+            traffic._quiet.wait()
+
+        monkeypatch.setattr(traffic, "_count", count)
+        for ids in prompts(2):
+            traffic.offer(ids)
+        traffic.drain()
+        monkeypatch.undo()
+    assert rested[0] == 12
+
+
+def test_whoever_asked_is_told_after_each_prompt_and_may_stop_the_count(
+    pair: tuple[LoadedModel, LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+
+    def after(error: Exception | None) -> None:
+        told.append(str(error) if error else traffic.batch_is_full)
+        if error:
+            traffic.stop()
+
+    traffic = TrafficMoments(*pair, replace(FEW, held_out_every=0), JOINT, after)
+    with traffic:
+        for ids in prompts(2):
+            _counted(traffic, ids)
+        choke = traffic._sums.parts[0]
+        monkeypatch.setattr(choke, "add", lambda *_: 1 / 0)
+        for ids in prompts(3, seed=1):
+            traffic.offer(ids)
+        traffic.drain()
+        assert told == [False, True, "division by zero"]
+        assert traffic.offer(prompts(1, seed=2)[0]) == "no_consent"
+
+
 def test_a_conversation_is_held_out_or_counted_as_a_whole(
     pair: tuple[LoadedModel, LoadedModel],
 ) -> None:
@@ -352,7 +449,7 @@ def test_sums_that_lack_half_a_prompt_are_not_given_out(
     with TrafficMoments(*pair, config, CalibrationConfig()) as traffic:
         for ids in prompts(2):
             _counted(traffic, ids)
-        _, values = traffic._sums
+        _, values = traffic._sums.parts
 
         def out_of_memory(*_: object) -> None:
             raise RuntimeError("out of memory")
@@ -367,8 +464,10 @@ def test_sums_that_lack_half_a_prompt_are_not_given_out(
 
 
 def test_settings_are_checked(pair: tuple[LoadedModel, LoadedModel]) -> None:
-    with pytest.raises(InputError, match="held_out_every must be at least 2"):
+    with pytest.raises(InputError, match="held_out_every must be 0"):
         TrafficConfig(held_out_every=1)
+    with pytest.raises(InputError, match="max_share must lie above 0"):
+        TrafficConfig(max_share=0)
     with pytest.raises(InputError, match="uniform"):
         TrafficMoments(*pair, FEW, CalibrationConfig(weighting="sensitivity"))
     source, target = pair

@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trtllm_kvmap.artifact.native import SinkEntry, TokenTable
 from trtllm_kvmap.errors import NumericsError, UnavailableError
-from trtllm_kvmap.models import LoadedModel
+from trtllm_kvmap.models import KnownModel, LoadedModel
 from trtllm_kvmap.rotary import remove_rope
 
 HeldCache = DynamicCache  # for those who may not name transformers
@@ -51,11 +51,21 @@ def capture_kv(loaded: LoadedModel, token_ids: torch.Tensor) -> CapturedKv:
 def captured(loaded: LoadedModel, cache: DynamicCache) -> CapturedKv:
     """What capture_kv gives, of a cache that read() filled."""
     keys, values = _stacked(cache)
-    count = keys.shape[2]
-    positions = torch.arange(count, device=keys.device)
-    rope, length = loaded.spec.rope, loaded.rope_length(count)
-    kv = CapturedKv(remove_rope(keys.float(), positions, rope, length), values.float())
-    _require_finite(loaded, kv)
+    return without_rope(loaded, keys, values, loaded.rope_length(keys.shape[2]))
+
+
+def without_rope(
+    model: KnownModel, keys: torch.Tensor, values: torch.Tensor, rope_length: int
+) -> CapturedKv:
+    """What capture_kv gives, of rotated keys and values, [num_layers, num_kv_heads, num_tokens,
+    head_dim] from position 0, that ``model`` wrote with the frequencies of ``rope_length``.
+
+    Raises NumericsError for NaN or infinity.
+    """
+    positions = torch.arange(keys.shape[2], device=keys.device)
+    content = remove_rope(keys.float(), positions, model.spec.rope, rope_length)
+    kv = CapturedKv(content, values.float())
+    _require_finite(model, kv)
     return kv
 
 
@@ -249,9 +259,9 @@ def _run(loaded: LoadedModel, token_ids: torch.Tensor, cache: DynamicCache) -> N
     base(input_ids=token_ids, use_cache=True, **{loaded.cache_argument: cache})
 
 
-def _require_finite(loaded: LoadedModel, kv: CapturedKv | TokenTable) -> None:
+def _require_finite(model: KnownModel, kv: CapturedKv | TokenTable) -> None:
     if not bool(torch.isfinite(kv.keys.sum() + kv.values.sum())):
         raise NumericsError(
-            f"{loaded.name} computes keys or values that are NaN or infinite; its weights are "
+            f"{model.name} computes keys or values that are NaN or infinite; its weights are "
             f"damaged, or overflow their type. Load a sound copy, or use float32."
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,6 +15,7 @@ class Quiet:
         self._changed = threading.Condition()
         self._answering: list[int] = []  # the thread of every open block
         self._ended = False
+        self.stood_still = 0.0  # seconds spent in wait()
 
     @contextmanager
     def answering(self) -> Iterator[None]:
@@ -38,8 +40,15 @@ class Quiet:
 
     def wait(self) -> None:
         """Stand still until no answer is being made."""
+        began = time.monotonic()
         with self._changed:
             self._changed.wait_for(lambda: self._ended or not self._answering)
+        self.stood_still += time.monotonic() - began
+
+    def rest(self, seconds: float) -> None:
+        """Stand still for so long, whether or not answers are made."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended, seconds)
 
     def end(self) -> None:
         """Nothing waits from now on."""
