@@ -65,7 +65,9 @@ def bench_triton() -> dict[str, object]:
     source, target = load_model(model_folder("tiny-s")), load_model(model_folder("tiny-m"))
     with tempfile.TemporaryDirectory() as folder:
         kvmap = Path(folder) / "s-to-m.kvmap.safetensors"
-        mapped = map_between(source, target).with_evidence(EVIDENCE)
+        mapped = map_between(source, target)
+        named = {"config": {**EVIDENCE["config"], "map_digest": mapped.map_digest()}}
+        mapped = mapped.with_evidence({**EVIDENCE, **named})
         mapped.save(kvmap)
         paths = str(model_folder("tiny-s")), str(model_folder("tiny-m"))
         write_repository(Path(folder) / "repository", kvmap, *paths, CONFIG)

@@ -25,10 +25,12 @@ speeds = Speeds(
     target_decode=500.0,
     transfer_bytes_per_second=1e9,
 )
-# What a map's file carries as kvmap.evidence once it was judged; the part that routing reads.
+# What a map's file carries once it was judged; the part that routing reads (see read_map).
+map_digest = "5e" * 32
 interval = {"value": 0.94, "low": 0.90, "high": 0.98}
 evidence = {
-    "config": {"metric": "accuracy", "N": 32, "S": 4, "context_tokens": {"longest": 1024}},
+    "config": {"metric": "accuracy", "N": 32, "S": 4, "map_digest": map_digest}
+    | {"context_tokens": {"longest": 1024}},
     "arms": {
         "source": {"accuracy": {"value": 0.62, "low": 0.59, "high": 0.65}},
         "target": {"accuracy": {"value": 1.0, "low": 1.0, "high": 1.0}},
@@ -38,13 +40,14 @@ evidence = {
     "controls": dict.fromkeys(CONTROLS, "passed"),
 }
 
+judged = evidence, map_digest
 sizes = {"bytes_per_token": bytes_per_token(source), "max_positions": target.max_positions}
 asked = {
-    "long": route(Situation(2048), speeds, evidence, **sizes),
-    "short": route(Situation(60), speeds, evidence, **sizes),
-    "unproven": route(Situation(2048), speeds, None, **sizes),
+    "long": route(Situation(2048), speeds, *judged, **sizes),
+    "short": route(Situation(60), speeds, *judged, **sizes),
+    "unproven": route(Situation(2048), speeds, None, None, **sizes),
     "hasty": route(
-        Situation(2048), speeds, evidence, policy=RoutingPolicy(max_seconds=0.001), **sizes
+        Situation(2048), speeds, *judged, policy=RoutingPolicy(max_seconds=0.001), **sizes
     ),
 }
 for name, found in asked.items():

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from evidence_case import vouched
 from handmade_maps import random_map
 from served import CONFIG, REPORT, Served
 from triton_server import TritonServer, installed, version
@@ -32,7 +33,7 @@ def served(
     folder = tmp_path_factory.mktemp("triton")
     source, target = load_model(tiny_folder("tiny-s")), load_model(tiny_folder("tiny-m"))
     kvmap = folder / "s-to-m.kvmap.safetensors"
-    random_map(source, target).with_evidence(REPORT).save(kvmap)
+    vouched(random_map(source, target), REPORT).save(kvmap)
     paths = str(tiny_folder("tiny-s")), str(tiny_folder("tiny-m"))
     write_repository(folder / "repository", kvmap, *paths, CONFIG)
     # As many threads as the tests' own models have, so that sums are added in the same order.

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from evidence_case import vouched
 from test_routing import SPEEDS, evidence
 from typer.testing import CliRunner
 
@@ -29,7 +30,7 @@ def kvmap(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = [source.tokenise(make_document(rng, 120, 8, 0).text) for _ in range(4)]
     moments = calibrate(source, target, texts, CalibrationConfig(), folder / "m.safetensors")
     fitted = fit(moments, FitConfig(n=2))
-    fitted.with_evidence(evidence()).save(folder / "map.safetensors")
+    vouched(fitted, evidence()).save(folder / "map.safetensors")
     fitted.save(folder / "unproven.safetensors")
     return folder / "map.safetensors"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from engine_fake_builders import VERSIONS, FakeBuilders
-from evidence_case import whole_evidence
+from evidence_case import vouched
 from handmade_maps import random_map
 
 from trtllm_kvmap.artifact.container import read_digest
@@ -51,7 +51,7 @@ class Pair:
 @pytest.fixture(scope="module")
 def pair(model_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Pair:
     source, target = model_folder("qwen3", seed=1), model_folder("qwen3", layers=3, seed=2)
-    kvmap = random_map(load_model(source), load_model(target)).with_evidence(whole_evidence())
+    kvmap = vouched(random_map(load_model(source), load_model(target)))
     path = tmp_path_factory.mktemp("map") / "pair.kvmap.safetensors"
     kvmap.save(path)
     return Pair(source, target, path)

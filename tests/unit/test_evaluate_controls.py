@@ -177,7 +177,7 @@ def test_a_map_that_reads_nothing_is_not_proven(tiny: Tiny) -> None:
     )
     reads = evaluate(fitted, source, target, items, config)
     assert reads.controls["wrong_document"] == "passed"
-    assert not flaw_of(evidence(reads))
+    assert not flaw_of(evidence(reads), fitted.map_digest())
     deaf = evaluate(replace(fitted, groups=zeroed), source, target, items, config)
     assert "reaches zero" in deaf.controls["wrong_document"]
     with pytest.raises(UnprovenError, match="wrong_document"):

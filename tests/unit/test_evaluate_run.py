@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,10 +13,9 @@ import torch
 from evaluate_cases import ITEMS, QUICK, make_item
 from handmade_maps import random_map
 
-from trtllm_kvmap.artifact.container import read_digest
 from trtllm_kvmap.decode.prefill import prefill
 from trtllm_kvmap.errors import InputError, MismatchError, UnprovenError
-from trtllm_kvmap.evaluate.asked import asked, items_digest, map_digest
+from trtllm_kvmap.evaluate.asked import asked, items_digest
 from trtllm_kvmap.evaluate.report.report import Report, evidence
 from trtllm_kvmap.evaluate.run import EvaluationConfig, evaluate
 from trtllm_kvmap.evaluate.score import Score
@@ -277,18 +275,11 @@ def test_a_repair_window_of_its_own_becomes_an_arm(pair: tuple[LoadedModel, Load
 
 
 def test_the_report_names_items_and_map(pair: tuple[LoadedModel, LoadedModel]) -> None:
-    """The digest of the items is of every token id and label; that of the map is of the file that
-    fit wrote, whatever was added to it since.
-    """
+    """The digest of the items is of every token id and label."""
     item = Item((1, 2), (Question((3,), ((4,), (5, 6)), 1),), (7, 8))
     said = "[[[1,2],[[[3],[[4],[5,6]],1,[],[]]],[7,8]]]"
     assert items_digest([item]) == hashlib.sha256(said.encode()).hexdigest()
     assert items_digest([replace(item, continuation=(7, 9))]) != items_digest([item])
-    kvmap = random_map(*pair)
-    digests = {map_digest(kvmap), map_digest(kvmap.with_evidence({"a": 1}).with_guard({"b": 2}))}
-    other = replace(kvmap, fitted={"made": "otherwise"})
-    assert len(digests) == 1
-    assert map_digest(other) not in digests
     task = TaskConfig(num_items=1, skip=4, seed=9, context_tokens=50)
     told = asked([item], task)
     assert told == asdict(task) | {
@@ -296,10 +287,3 @@ def test_the_report_names_items_and_map(pair: tuple[LoadedModel, LoadedModel]) -
         "context_tokens": {"shortest": 2, "longest": 2, "asked": 50},
         "items_digest": items_digest([item]),
     }
-
-
-def test_the_map_digest_is_the_one_in_the_file(
-    pair: tuple[LoadedModel, LoadedModel], tmp_path: Path
-) -> None:
-    kvmap = random_map(*pair)
-    assert map_digest(kvmap) == kvmap.save(tmp_path / "map") == read_digest(tmp_path / "map")

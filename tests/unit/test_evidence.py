@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evidence_case import interval, whole_evidence, without_a_gap
+from evidence_case import DIGEST, interval, vouched, whole_evidence, without_a_gap
 from handmade_maps import random_map
+from typer.testing import CliRunner
 
+from trtllm_kvmap.artifact.container import read_container, write_container
 from trtllm_kvmap.artifact.evidence import CONTROLS, flaw_of, no_gap, unproven
-from trtllm_kvmap.artifact.kvmap import KvMap
+from trtllm_kvmap.artifact.kvmap import FORMAT_VERSION, KIND, KvMap
 from trtllm_kvmap.artifact.registry import Registry
+from trtllm_kvmap.cli.verbs import app
 from trtllm_kvmap.decode.routing.vouched import RoutingPolicy, objection_to
 from trtllm_kvmap.errors import FormatError, UnprovenError
 from trtllm_kvmap.inject.connector.config import ConnectorConfig
@@ -30,6 +33,11 @@ NOTHING = dict.fromkeys(("value", "low", "high"))
 
 def without(control: str) -> dict[str, str]:
     return {name: said for name, said in PASSED.items() if name != control}
+
+
+def naming(digest: Any) -> dict[str, Any]:
+    found = whole_evidence()
+    return found | {"config": found["config"] | {"map_digest": digest}}
 
 
 UNSOUND: dict[str, tuple[Any, str]] = {
@@ -66,28 +74,48 @@ UNSOUND: dict[str, tuple[Any, str]] = {
     "worded gap": (whole_evidence(gap_recovered=interval(0.9) | {"low": "0.8"}), "no number"),
     "gap left out": (whole_evidence(gap_recovered=NOTHING), "do not say why"),
     "no figures": (whole_evidence(gap_recovered=NOTHING, arms={}), "do not say why"),
+    "another map's": (naming("0f" * 32), "is of another map (0f0f0f0f0f0f, and this one is "),
+    "no map's": (naming(None), "does not name the map that was evaluated"),
+    "a map's in words": (naming("\nm: sound"), "does not name the map that was evaluated"),
+    "no config": (whole_evidence(config=None), "does not name the map that was evaluated"),
     "no gap": (without_a_gap(), "no worse than its target (nll 5.58 against 5.79)"),
 }
+
+
+def carrying(kvmap: KvMap, name: str) -> KvMap:
+    """``kvmap`` with that evidence and no other flaw."""
+    evidence = UNSOUND.get(name, (whole_evidence(), ""))[0]
+    if evidence is None or "map's" in name:
+        return kvmap.with_evidence(evidence)
+    return vouched(kvmap, evidence)
 
 
 @pytest.mark.parametrize("name", UNSOUND)
 def test_what_proves_nothing_is_told(name: str) -> None:
     evidence, said = UNSOUND[name]
-    assert said in unproven(evidence)
-    assert bool(flaw_of(evidence)) == (name != "no gap")
+    assert said in unproven(evidence, DIGEST)
+    assert bool(flaw_of(evidence, DIGEST)) == (name != "no gap")
+
+
+@pytest.mark.parametrize("own", [None, "", 7, DIGEST[:-1], DIGEST.upper(), ["5e"]])
+def test_a_file_that_does_not_say_which_map_it_is_is_not_vouched_for(own: Any) -> None:
+    """As those of earlier releases: what the evidence names cannot be compared."""
+    assert "does not say which map it is" in flaw_of(whole_evidence(), own)
 
 
 def test_a_sound_report_proves_even_a_bad_map() -> None:
     """Its figures say how good it is; gates and routing read them."""
-    assert unproven(whole_evidence()) == ""
-    assert unproven(whole_evidence(gap=-1.17)) == ""
-    assert unproven(whole_evidence(gap_recovered={"value": 0.4, "low": None, "high": None})) == ""
+    half = {"value": 0.4, "low": None, "high": None}
+    assert unproven(whole_evidence(), DIGEST) == ""
+    assert unproven(whole_evidence(gap=-1.17), DIGEST) == ""
+    assert unproven(whole_evidence(gap_recovered=half), DIGEST) == ""
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
 def test_a_gap_is_a_finite_number(number: float) -> None:
     for end in ("value", "low", "high"):
-        assert "no number" in flaw_of(whole_evidence(gap_recovered=interval(0.5) | {end: number}))
+        wrong = whole_evidence(gap_recovered=interval(0.5) | {end: number})
+        assert "no number" in flaw_of(wrong, DIGEST)
 
 
 def test_no_gap_is_read_off_the_two_models_alone() -> None:
@@ -118,9 +146,9 @@ def test_whoever_may_apply_a_map_asks_the_same(
     name: str, pair: Pair, model_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
     source, target = pair
-    evidence = UNSOUND.get(name, (whole_evidence(), ""))[0]
+    judged = carrying(random_map(*pair), name)
     registry = Registry(tmp_path / "maps")
-    entry = registry.add(random_map(*pair).with_evidence(evidence))
+    entry = registry.add(judged)
     path = tmp_path / "maps" / entry.path
     prints = source.fingerprint, target.fingerprint
     models = str(model_folder("qwen3", seed=1)), str(model_folder("qwen3", seed=2, layers=3))
@@ -138,7 +166,7 @@ def test_whoever_may_apply_a_map_asks_the_same(
     assert entry.gap_recovered == (0.5 if sound else None)
     assert bool(registry.problems(entry)) == (not sound)
     assert sum("nproven" in said for said in registry.problems(entry)) == (not sound)
-    known = objection_to(evidence, 100, 32, "up", RoutingPolicy())
+    known = objection_to(judged.evidence, entry.map_digest, 100, 32, "up", RoutingPolicy())
     assert bool(known) == (not sound)
     served = TargetAnswerer(target, path)
     assert (served.kvmap is not None, served.without.reason) == (
@@ -165,12 +193,13 @@ def test_whoever_may_apply_a_map_asks_the_same(
 
 def test_no_claim_of_an_unproven_map_ranks_it(pair: Pair, tmp_path: Path) -> None:
     registry = Registry(tmp_path)
-    for seed, (evidence, _) in enumerate(UNSOUND.values()):
-        registry.add(random_map(*pair, seed=seed).with_evidence(evidence))
-    sound = registry.add(random_map(*pair, seed=99).with_evidence(whole_evidence(gap=-1.0)))
+    for seed, name in enumerate(UNSOUND):
+        registry.add(carrying(random_map(*pair, seed=seed), name))
+    kvmap = vouched(random_map(*pair, seed=99), whole_evidence(gap=-1.0))
+    sound = registry.add(kvmap)
     prints = pair[0].fingerprint, pair[1].fingerprint
     assert registry.find(*prints)[0] == sound
-    assert registry.load(*prints).evidence == whole_evidence(gap=-1.0)
+    assert registry.load(*prints).evidence == kvmap.evidence
     assert len(registry.entries()) == len(UNSOUND) + 1
 
 
@@ -183,9 +212,68 @@ def test_evidence_that_is_no_object_is_a_damaged_file(pair: Pair, tmp_path: Path
 def test_a_file_that_names_a_held_maps_digest_is_not_taken_for_it(
     pair: Pair, tmp_path: Path
 ) -> None:
-    """Its header claims evidence; what was read, and is held, has none."""
+    """Its header claims evidence; what was read, and is held, has none, or that of another map."""
+    registry, kvmap = Registry(tmp_path), random_map(*pair)
+    for held, said in ((kvmap, "carries no"), (kvmap.with_evidence(whole_evidence()), "is of an")):
+        entry = registry.add(held)
+        assert registry.open(entry, allow_unproven=True)
+        with pytest.raises(UnprovenError, match=f"evidence.*{said}|{said}.*evidence"):
+            registry.open(replace(entry, evidence=whole_evidence(), map_digest=DIGEST))
+
+
+def test_evidence_of_another_map_of_the_same_two_models_proves_nothing(
+    pair: Pair, tmp_path: Path
+) -> None:
+    """Copied from a map that earned it into one that did not: each command says so."""
+    earned, other = vouched(random_map(*pair)), random_map(*pair, seed=1)
+    copied = other.with_evidence(earned.evidence or {})
+    copied.save(tmp_path / "map")
+    own, named = other.map_digest()[:12], earned.map_digest()[:12]
+    with pytest.raises(UnprovenError, match=rf"of another map \({named}, and this one is {own}\)"):
+        KvMap.load(tmp_path / "map")
+    registry = Registry(tmp_path / "maps")
+    for kvmap in (copied, earned):
+        registry.add(kvmap)
+    assert [e.proven for e in registry.find(pair[0].fingerprint, pair[1].fingerprint)] == [
+        True,
+        False,
+    ]
+    result = CliRunner().invoke(app, ["registry", "verify", str(tmp_path / "maps")])
+    assert result.exit_code == 1
+    assert result.output.count("its evidence is of another map") == 1
+    assert result.output.count(": sound") == 1
+
+
+def rewritten(path: Path, **changed: Any) -> Path:
+    """The same file with other entries in its content (None: without them)."""
+    content, tensors = read_container(path, KIND, FORMAT_VERSION)
+    content = {k: v for k, v in (content | changed).items() if v is not None}
+    write_container(path, KIND, 1, content, tensors)
+    return path
+
+
+def test_a_file_of_an_earlier_release_is_proven_once_it_is_written_again(
+    pair: Pair, tmp_path: Path
+) -> None:
+    """It says no map_digest, so nobody can tell whose evidence it carries until its tensors are
+    read for one."""
+    kvmap = vouched(random_map(*pair))
+    kvmap.save(tmp_path / "map")
+    old = rewritten(tmp_path / "map", map_digest=None)
+    with pytest.raises(UnprovenError, match="does not say which map it is"):
+        KvMap.load(old)
+    Registry(tmp_path / "maps").add(KvMap.load(old, allow_unproven=True))
+    (entry,) = Registry(tmp_path / "maps").entries()
+    assert entry.proven
+    assert KvMap.load(tmp_path / "maps" / entry.path).evidence == kvmap.evidence
+
+
+def test_verify_computes_what_a_header_says_of_its_map(pair: Pair, tmp_path: Path) -> None:
+    """A header that names another map, as its evidence does: loading takes its word, verify not."""
     registry = Registry(tmp_path)
-    entry = registry.add(random_map(*pair))
-    assert registry.open(entry, allow_unproven=True)
-    with pytest.raises(UnprovenError, match="carries no evidence"):
-        registry.open(replace(entry, evidence=whole_evidence()))
+    entry = registry.add(random_map(*pair).with_evidence(whole_evidence()))
+    rewritten(tmp_path / entry.path, map_digest=DIGEST)
+    (entry,) = registry.entries()
+    assert entry.proven
+    (said,) = registry.problems(entry)
+    assert "names the map_digest of another map" in said

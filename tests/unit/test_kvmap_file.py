@@ -10,13 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from evidence_case import whole_evidence
+from evidence_case import vouched, whole_evidence
 from safetensors import safe_open
 
-from trtllm_kvmap.artifact.container import HEADER_KEY, read_container, write_container
+from trtllm_kvmap.artifact.container import (
+    HEADER_KEY,
+    read_container,
+    read_content,
+    write_container,
+)
 from trtllm_kvmap.artifact.fingerprint import Fingerprint
 from trtllm_kvmap.artifact.group import HeadGroup
-from trtllm_kvmap.artifact.kvmap import FORMAT_VERSION, KvMap
+from trtllm_kvmap.artifact.kvmap import FORMAT_VERSION, KIND, KvMap
 from trtllm_kvmap.artifact.native import SinkEntry, TokenTable
 from trtllm_kvmap.artifact.second import SecondTerm
 from trtllm_kvmap.errors import (
@@ -40,7 +45,6 @@ LONG = RopeParams(
 )
 TARGET = ModelSpec("t", "phi3", 2, 2, 2, 4, 11, 128, LONG, dtype="bfloat16")
 OWN = Slice("target", "key", 0, 1)
-EVIDENCE = whole_evidence(0.7)
 
 
 def make_map(**changes: Any) -> KvMap:
@@ -70,9 +74,9 @@ def make_map(**changes: Any) -> KvMap:
         "fitted": {"ridge": 0.01, "candidates": [{"n": 2, "loss": 1.5}]},
         "token_table": TokenTable(*torch.randn(2, 11, 2, 4, generator=g)),
         "sinks": (SinkEntry((1, 5, 7), *torch.randn(2, 2, 2, 3, 4, generator=g)),),
-        "evidence": EVIDENCE,
     }
-    return KvMap(**{**fields, **changes})
+    kvmap = vouched(KvMap(**{**fields, **changes}), whole_evidence(0.7))
+    return replace(kvmap, **changes)
 
 
 def copy_map() -> KvMap:
@@ -175,14 +179,34 @@ def test_equal_maps_give_equal_bytes_and_other_maps_other_digests(tmp_path: Path
     assert make_map(evidence=None).save(two) != digest
 
 
+@pytest.mark.parametrize("make", [make_map, copy_map, second_map])
+def test_the_map_digest_is_that_of_the_file_that_fit_wrote(
+    make: Callable[[], KvMap], tmp_path: Path
+) -> None:
+    """Whatever was added to the map since; and of every number in it."""
+    bare = replace(make(), evidence=None)
+    written = bare.save(tmp_path / "bare")
+    judged = bare.with_evidence({"a": 1}).with_guard({"b": 2})
+    digest = judged.save(tmp_path / "judged")
+    for kvmap in (bare, judged, KvMap.load(tmp_path / "judged", allow_unproven=True)):
+        assert kvmap.map_digest() == written != digest
+    assert read_content(tmp_path / "judged", KIND, FORMAT_VERSION)["map_digest"] == written
+    assert "map_digest" not in read_content(tmp_path / "bare", KIND, FORMAT_VERSION)
+    assert replace(bare, fitted={}).map_digest() != written
+    sink = bare.sinks[0] if bare.sinks else None
+    if sink is not None:
+        sink.values[-1, -1, -1, -1] += 1
+        assert bare.map_digest() != written
+
+
 def test_a_map_without_evidence_is_only_loaded_on_demand(tmp_path: Path) -> None:
     path = tmp_path / "map"
     make_map(evidence=None).save(path)
     with pytest.raises(UnprovenError, match="carries no evidence"):
         KvMap.load(path)
     kvmap = KvMap.load(path, allow_unproven=True)
-    kvmap.with_evidence(EVIDENCE).save(path)
-    assert KvMap.load(path).evidence == EVIDENCE
+    vouched(kvmap).save(path)
+    assert KvMap.load(path).evidence == vouched(kvmap).evidence
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

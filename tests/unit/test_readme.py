@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from evidence_case import whole_evidence
+from evidence_case import vouched
 
 from trtllm_kvmap.calibrate.config import CalibrationConfig
 from trtllm_kvmap.calibrate.run import calibrate
@@ -29,7 +29,7 @@ def where_the_demo_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     source, target = load_model(model_folder("tiny-s")), load_model(model_folder("tiny-m"))
     documents = [target.tokenise(text) for text in mostly_facts(seed=1, count=40)]
     moments = calibrate(source, target, documents, CalibrationConfig(), tmp_path / "m")
-    kvmap = fit(moments, FitConfig(n=4)).with_evidence(whole_evidence())
+    kvmap = vouched(fit(moments, FitConfig(n=4)))
     kvmap.save(tmp_path / "kvmap-demo/tiny-s-to-tiny-m/tiny-s-to-tiny-m.kvmap.safetensors")
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -14,7 +14,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from evidence_case import whole_evidence, without_a_gap
+from evidence_case import vouched, whole_evidence, without_a_gap
 from fit_rows import make_spec
 from handmade_maps import random_map
 from typer.testing import CliRunner
@@ -39,7 +39,7 @@ def pair(random_model: Callable) -> Pair:
 
 
 def proven(pair: Pair, gap: float = 0.5, **options: Any) -> KvMap:
-    return random_map(*pair, **options).with_evidence(whole_evidence(gap))
+    return vouched(random_map(*pair, **options), whole_evidence(gap))
 
 
 def prints(pair: Pair) -> tuple[Any, Any]:
@@ -113,7 +113,7 @@ def test_the_best_proven_map_comes_first(tmp_path: Path, pair: Pair) -> None:
         registry.add(proven(pair, gap))
     registry.add(random_map(*pair))
     assert [e.gap_recovered for e in registry.find(*prints(pair))] == [0.7, 0.4, 0.2, None]
-    assert registry.load(*prints(pair)).evidence == whole_evidence(0.7)
+    assert registry.load(*prints(pair)).evidence == proven(pair, 0.7).evidence
 
 
 def test_a_pair_is_known_by_its_weights_not_its_names(
@@ -152,7 +152,7 @@ def test_damaged_files_stand_in_nobodys_way(tmp_path: Path, pair: Pair) -> None:
     unusable = {e.path: e.reason for e in found if isinstance(e, Unusable)}
     assert set(unusable) == {f"deeper/{name}.kvmap.safetensors" for name in broken}
     assert all(unusable.values())
-    assert registry.load(*prints(pair)).evidence == whole_evidence(0.3)
+    assert registry.load(*prints(pair)).evidence == proven(pair, 0.3).evidence
 
 
 def test_a_better_map_that_is_damaged_gives_way_to_a_sound_one(tmp_path: Path, pair: Pair) -> None:
@@ -160,7 +160,7 @@ def test_a_better_map_that_is_damaged_gives_way_to_a_sound_one(tmp_path: Path, p
     best, sound = registry.add(proven(pair, 0.9)), registry.add(proven(pair, 0.3))
     flip_last(tmp_path / best.path)
     assert [e.path for e in registry.find(*prints(pair))] == [best.path, sound.path]
-    assert registry.load(*prints(pair)).evidence == whole_evidence(0.3)
+    assert registry.load(*prints(pair)).evidence == proven(pair, 0.3).evidence
     assert any("digest" in problem for problem in registry.problems(best))
     assert registry.problems(sound) == []
     (tmp_path / sound.path).unlink()
@@ -183,12 +183,13 @@ def test_problems_name_what_speaks_against_a_map(tmp_path: Path, pair: Pair) -> 
     failed = whole_evidence(
         controls=whole_evidence()["controls"] | {"wrong_document": "not judged"}
     )
-    entry = registry.add(random_map(*pair).with_evidence(failed))
+    entry = registry.add(vouched(random_map(*pair), failed))
     assert registry.problems(entry) == [
         f"Unproven: its evidence does not hold (wrong_document not passed){again}"
     ]
     strange = replace(proven(pair).source_fingerprint, tokenizer="other")
-    said = registry.problems(registry.add(replace(proven(pair), source_fingerprint=strange)))
+    other = vouched(replace(proven(pair), source_fingerprint=strange))
+    said = registry.problems(registry.add(other))
     assert len(said) == 2
     assert "different tokenizers" in said[0]
     assert "no SHA-256" in said[1]
@@ -206,7 +207,7 @@ def test_a_map_between_two_tokenizers_loads_for_no_host(tmp_path: Path, pair: Pa
 def test_a_source_that_is_the_better_model_is_said_once(tmp_path: Path, pair: Pair) -> None:
     """A result, not a fault of the report: there is no call to evaluate it again."""
     registry = Registry(tmp_path)
-    entry = registry.add(random_map(*pair).with_evidence(without_a_gap()))
+    entry = registry.add(vouched(random_map(*pair), without_a_gap()))
     assert registry.problems(entry) == [
         "Unproven: its source alone is no worse than its target (nll 5.58 against 5.79), so there "
         "is no gap to recover; let the source answer, or evaluate it on what the target does "

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evidence_case import whole_evidence
+from evidence_case import vouched
 from handmade_maps import random_map
 from typer.testing import CliRunner
 
@@ -66,15 +66,15 @@ def test_only_maps_that_the_key_signed_are_loaded(tmp_path: Path, random_model: 
     pair = random_model("qwen3", seed=1), random_model("qwen3", seed=2, layers=3)
     prints = pair[0].fingerprint, pair[1].fingerprint
     (private, public), (_, foreign) = new_keys(), new_keys()
-    figures = whole_evidence()
+    kvmap = vouched(random_map(*pair))
     writer = Registry(tmp_path)
-    entry = writer.add(random_map(*pair).with_evidence(figures))
-    other = writer.add(random_map(*pair, seed=1).with_evidence({**figures, "n": 1}))
+    entry = writer.add(kvmap)
+    other = writer.add(vouched(random_map(*pair, seed=1)))
     strict = Registry(tmp_path, public_key=public)
     with pytest.raises(UnprovenError, match="no signature"):
         strict.load(*prints)
     writer.sign(entry, private)
-    assert strict.load(*prints).evidence == figures
+    assert strict.load(*prints).evidence == kvmap.evidence
     assert strict.problems(entry) == []
     assert [e.signed for e in writer.entries() if e.path == entry.path] == [True]
     with pytest.raises(UnprovenError, match="not one of this map"):
@@ -96,8 +96,7 @@ def test_a_signature_that_is_no_file_is_refused(
     pair = random_model("qwen3", seed=1), random_model("qwen3", seed=2, layers=3)
     private, public = new_keys()
     registry = Registry(tmp_path / "maps", public_key=public)
-    kvmap = random_map(*pair)
-    entry = registry.add(kvmap.with_evidence(whole_evidence()))
+    entry = registry.add(vouched(random_map(*pair)))
     path = tmp_path / "maps" / f"{entry.path}.sig"
     if kind == "folder":
         path.mkdir()
@@ -129,7 +128,7 @@ def test_a_link_to_a_signature_is_one(tmp_path: Path, random_model: Callable) ->
     pair = random_model("qwen3", seed=1), random_model("qwen3", seed=2, layers=3)
     private, public = new_keys()
     registry = Registry(tmp_path / "maps", public_key=public)
-    entry = registry.add(random_map(*pair).with_evidence(whole_evidence()))
+    entry = registry.add(vouched(random_map(*pair)))
     registry.sign(entry, private)
     path = tmp_path / "maps" / f"{entry.path}.sig"
     path.rename(tmp_path / "kept")
@@ -154,7 +153,7 @@ def test_a_map_is_signed_and_verified_from_the_command_line(
 ) -> None:
     pair = random_model("qwen3", seed=1), random_model("qwen3", seed=2, layers=3)
     folder = tmp_path / "maps"
-    entry = Registry(folder).add(random_map(*pair).with_evidence(whole_evidence()))
+    entry = Registry(folder).add(vouched(random_map(*pair)))
     private, public = (tmp_path / name for name in ("private.pem", "public.pem"))
     for path, key in zip((private, public), new_keys(), strict=True):
         path.write_bytes(key)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from evidence_case import DIGEST
 
 from trtllm_kvmap.artifact.evidence import CONTROLS
 from trtllm_kvmap.decode.routing.routing import Route, Situation, route
@@ -48,7 +49,13 @@ def evidence(**changed: Any) -> dict[str, Any]:
         for name, value in (("source", 0.6), ("target", 0.9))
     }
     found = {
-        "config": {"metric": "accuracy", "N": 32, "S": 1, "context_tokens": {"longest": 1000}},
+        "config": {
+            "metric": "accuracy",
+            "N": 32,
+            "S": 1,
+            "context_tokens": {"longest": 1000},
+            "map_digest": DIGEST,
+        },
         "arms": arms,
         "gap_recovered": figure(0.8, 0.1),
         "perplexity_ratio": figure(1.1, 0.05),
@@ -59,7 +66,8 @@ def evidence(**changed: Any) -> dict[str, Any]:
 
 def go(situation: Situation, known: Any, speeds: Speeds = SPEEDS, **options: Any) -> Route:
     policy = options.pop("policy", None)
-    return route(situation, speeds, known, bytes_per_token=BYTES, max_positions=8192, policy=policy)
+    sizes = {"bytes_per_token": BYTES, "max_positions": 8192}
+    return route(situation, speeds, known, DIGEST, policy=policy, **sizes)
 
 
 def test_a_proven_map_that_is_sooner_is_taken_and_costs_what_its_phases_cost() -> None:
@@ -156,7 +164,10 @@ def test_where_only_the_target_answers_it_reads_what_the_map_may_not() -> None:
         (None, "no evidence"),
         ({"held_out": "none"}, "names no controls"),
         (evidence(controls={}), "reinjection, rope_round_trip"),
-        (evidence(config={}), "no report that can be judged by (KeyError('metric'))"),
+        (
+            evidence(config={"map_digest": DIGEST}),
+            "no report that can be judged by (KeyError('metric'))",
+        ),
         (evidence(gap_recovered=0.9), "no gap recovered with an interval"),
         (evidence(gap_recovered=dict.fromkeys(("value", "low", "high"))), "do not say why"),
         (evidence(config=evidence()["config"] | {"N": "32"}), "'32' is no number"),
@@ -167,6 +178,7 @@ def test_where_only_the_target_answers_it_reads_what_the_map_may_not() -> None:
         (evidence(gap_recovered={"value": 0.9, "low": None, "high": None}), "no interval"),
         (evidence(perplexity_ratio=figure(1.2, 0.1)), "perplexity below 1.25"),
         (evidence(config=evidence()["config"] | {"N": 64}), "repairs 64 tokens, this host 32"),
+        (evidence(config=evidence()["config"] | {"map_digest": "0f" * 32}), "is of another map"),
         (
             evidence(config=evidence()["config"] | {"context_tokens": {"longest": 200}}),
             "saw at most 200 tokens",

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from evidence_case import whole_evidence
+from evidence_case import DIGEST, vouched
 from handmade_maps import random_map
 from test_routing import evidence as report
 from transformers import AutoTokenizer
@@ -36,7 +36,6 @@ from trtllm_kvmap.spec.plan import plan_handoff
 WORDS = ["<bos>", *["after anna ben near old river stood near cold stone"] * 6]
 PROMPT = " ".join(WORDS)
 WINDOW = 8
-EVIDENCE = whole_evidence()
 
 
 class Pair:
@@ -44,7 +43,7 @@ class Pair:
 
     def __init__(self, source: LoadedModel, target: LoadedModel, folder: Path) -> None:
         self.source, self.target = source, target
-        self.kvmap = random_map(source, target).with_evidence(EVIDENCE)
+        self.kvmap = vouched(random_map(source, target))
         self.path = folder / "pair.kvmap.safetensors"
         self.kvmap.save(self.path)
         self.reader = SourceReader(source, max_held_tokens=200)
@@ -190,9 +189,7 @@ def test_a_map_that_cannot_serve(pair: Pair, random_model: Callable, tmp_path: P
     random_map(pair.source, pair.target).save(unproven)
     damaged.write_bytes(pair.path.read_bytes()[:-9])
     other = tmp_path / "other"
-    random_map(pair.source, random_model("qwen3", head_dim=32, seed=7)).with_evidence(
-        EVIDENCE
-    ).save(other)
+    vouched(random_map(pair.source, random_model("qwen3", head_dim=32, seed=7))).save(other)
     for path, reason in (
         (unproven, "unproven"),
         (damaged, "unreadable_map"),
@@ -337,7 +334,7 @@ def vouching(**changed: Any) -> dict[str, Any]:
 
 def routing(pair: Pair, known: Any = None, **changed: Any) -> Routed:
     spec = replace(pair.target.spec, max_positions=512)
-    header = MapHeader(pair.source.spec, spec, known or vouching(), guarded=False)
+    header = MapHeader(pair.source.spec, spec, known or vouching(), DIGEST, guarded=False)
     return Routed(replace(SPEEDS, **changed), header, pair.reader.held)
 
 
@@ -409,7 +406,8 @@ def test_a_source_that_cannot_be_asked_what_it_holds_has_failed(pair: Pair) -> N
 def test_a_header_says_what_the_map_does(pair: Pair, tmp_path: Path) -> None:
     plain = MapHeader.read(pair.path)
     assert (plain.source, plain.target) == (pair.source.spec, pair.target.spec)
-    assert (plain.evidence, plain.guarded) == (EVIDENCE, False)
+    assert (plain.evidence, plain.guarded) == (pair.kvmap.evidence, False)
+    assert plain.map_digest == pair.kvmap.map_digest()
     pair.kvmap.with_guard({"limit": 1}).save(tmp_path / "guarded")
     guarded = MapHeader.read(tmp_path / "guarded")
     assert (guarded.guarded, guarded.recalling) == (True, False)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evidence_case import whole_evidence
+from evidence_case import vouched
 from handmade_maps import random_map
 from test_routing import SPEEDS, evidence
 from typer.testing import CliRunner
@@ -33,7 +33,7 @@ def given(model_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
     source = model_folder("llama", layers=3, kv_heads=4, seed=1)
     target = model_folder("qwen3", head_dim=32)
     kvmap = tmp_path_factory.mktemp("map") / "s-to-t.kvmap.safetensors"
-    random_map(load_model(source), load_model(target)).with_evidence(whole_evidence()).save(kvmap)
+    vouched(random_map(load_model(source), load_model(target))).save(kvmap)
     return {"kvmap": kvmap, "source": str(source), "target": str(target)}
 
 
@@ -124,12 +124,12 @@ def test_a_config_is_escaped_as_a_text_string() -> None:
 def test_speeds_go_into_the_pipelines(given: dict, tmp_path: Path) -> None:
     """Only where they can be routed by: the map's report must vouch for hand-overs like these."""
     source, target = load_model(given["source"]), load_model(given["target"])
-    vouched = tmp_path / "v.kvmap.safetensors"
-    random_map(source, target).with_evidence(evidence()).save(vouched)
+    path = tmp_path / "v.kvmap.safetensors"
+    vouched(random_map(source, target), evidence()).save(path)
     SPEEDS.save(tmp_path / "speeds.json")
     out = tmp_path / "r"
     arguments = ["triton", "--out", str(out), "--speeds", str(tmp_path / "speeds.json")]
-    for name, value in {**given, "kvmap": vouched}.items():
+    for name, value in {**given, "kvmap": path}.items():
         arguments += [f"--{name}", str(value)]
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
@@ -140,7 +140,7 @@ def test_speeds_go_into_the_pipelines(given: dict, tmp_path: Path) -> None:
     near = evidence(config=evidence()["config"] | {"N": 33})
     poor = evidence(gap_recovered={"value": 0.0, "low": -0.1, "high": 0.1})
     for name, known in (("near", near), ("poor", poor)):
-        random_map(source, target).with_evidence(known).save(tmp_path / name)
+        vouched(random_map(source, target), known).save(tmp_path / name)
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"lane": "trtllm"}, "routes no request"),
         ({"config": ServeConfig(repair_window=8)}, "window of 32 tokens.*hands over with 8"),
@@ -148,7 +148,7 @@ def test_speeds_go_into_the_pipelines(given: dict, tmp_path: Path) -> None:
         ({"kvmap": tmp_path / "near"}, "nowhere: its report repairs 33 tokens, this host 32"),
     ]
     for changed, said in wrong:
-        asked = {**given, "kvmap": vouched, "config": ServeConfig(), **changed}
+        asked = {**given, "kvmap": path, "config": ServeConfig(), **changed}
         with pytest.raises(InputError, match=said):
             write_repository(tmp_path / "n", **asked, speeds=SPEEDS)
         assert not (tmp_path / "n").exists()
@@ -157,7 +157,7 @@ def test_speeds_go_into_the_pipelines(given: dict, tmp_path: Path) -> None:
 def test_a_guard_must_be_able_to_judge_what_is_served(given: dict, tmp_path: Path) -> None:
     """Else the server would take every hand-over back, or the map for unreadable."""
     bare = random_map(load_model(given["source"]), load_model(given["target"]))
-    bare = bare.with_evidence(whole_evidence())
+    bare = vouched(bare)
     bare.with_guard(Guard((1.0, 0.0), 0.0, 1.0, {}).to_json()).save(tmp_path / "guarded")
     bare.with_guard({"weights": "none"}).save(tmp_path / "damaged")
     wrong: list[tuple[str, int, type[KvMapError], str]] = [

@@ -43,7 +43,7 @@ def write_container(
         # safetensors refuses one memory under two names; the second becomes a copy.
         ready[name] = dense.clone() if dense.data_ptr() in addresses else dense
         addresses.add(dense.data_ptr())
-    digest = _digest(kind, version, content, ready)
+    digest = container_digest(kind, version, content, ready)
     header = {"kind": kind, "version": version, "digest": digest, "content": content}
     with whole_file(path) as temporary:
         save_file(ready, temporary, metadata={HEADER_KEY: _canonical(header)})
@@ -59,7 +59,7 @@ def read_container(
     header, tensors = _read(Path(path))
     content = _content(path, header, kind, newest)
     try:
-        digest = _digest(kind, header["version"], content, tensors)
+        digest = container_digest(kind, header["version"], content, tensors)
     except NumericsError as error:  # what write_container would not have written
         raise FormatError(f"{path} has a damaged header. Fetch or write it again.") from error
     if digest != header.get("digest"):
@@ -102,6 +102,20 @@ def read_head(
 def read_digest(path: str | Path) -> str:
     """What write_container returned when it wrote ``path``; the tensors are not read."""
     return str(_read_header(Path(path)).get("digest"))
+
+
+def container_digest(
+    kind: str, version: int, content: dict[str, Any], tensors: Mapping[str, torch.Tensor]
+) -> str:
+    """What write_container would return, without a file: one tensor is held at a time. Raises
+    NumericsError for NaN or infinity in ``content``.
+    """
+    sha = hashlib.sha256(_canonical([kind, version, content]).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        sha.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        sha.update(tensor.view(-1).view(torch.uint8).numpy().data)
+    return sha.hexdigest()
 
 
 def _content(path: str | Path, header: dict[str, Any], kind: str, newest: int) -> dict[str, Any]:
@@ -169,14 +183,3 @@ def _canonical(value: Any) -> str:
             "A number that is to go into a file's header is NaN or infinite; measure it again, or "
             "leave it out."
         ) from error
-
-
-def _digest(
-    kind: str, version: int, content: dict[str, Any], tensors: Mapping[str, torch.Tensor]
-) -> str:
-    sha = hashlib.sha256(_canonical([kind, version, content]).encode())
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        sha.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        sha.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-    return sha.hexdigest()

@@ -22,8 +22,9 @@ UNPRINTABLE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """``path`` is relative to the registry; ``size`` in bytes; ``digest`` is what the file says of
-    itself, proven only when it is loaded; ``signed``: a signature lies beside it.
+    """``path`` is relative to the registry; ``size`` in bytes; ``digest`` and ``map_digest`` (which
+    the evidence must name) are what the file says of itself, proven only when it is loaded;
+    ``signed``: a signature lies beside it.
     """
 
     path: str
@@ -35,11 +36,12 @@ class Entry:
     target_fingerprint: Fingerprint
     scope: str
     evidence: dict[str, Any] | None
+    map_digest: str | None
     signed: bool
 
     @property
     def proven(self) -> bool:
-        return not unproven(self.evidence)
+        return not unproven(self.evidence, self.map_digest)
 
     @property
     def gap_recovered(self) -> float | None:
@@ -94,6 +96,7 @@ def entry_from_content(
             **pair,
             scope=scope,
             evidence=evidence,
+            map_digest=content.get("map_digest"),
             signed=signed,
         )
     except (KeyError, TypeError, ValueError) as error:

@@ -5,6 +5,7 @@ or routes by a map goes by.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,25 +20,26 @@ CONTROLS = (
     "corruption_detected",
     "wrong_document",
 )
+DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
-def require_proven(name: object, evidence: Any) -> None:
+def require_proven(name: object, evidence: Any, map_digest: Any) -> None:
     """Raise UnprovenError, which begins with ``name``, unless ``evidence`` proves its map."""
-    if why := unproven(evidence):
+    if why := unproven(evidence, map_digest):
         raise UnprovenError(
             f"{name} is unproven: {why}, or allow unproven maps (allow_unproven=True)."
         )
 
 
-def unproven(evidence: Any) -> str:
+def unproven(evidence: Any, map_digest: Any) -> str:
     """Why a map with this ``evidence`` may not be applied on its word, and what to do; "" for a
-    proven one: its controls are there and passed, and the gap it recovered is a number, even a bad
-    one.
+    proven one: its controls are there and passed, the gap it recovered is a number, even a bad one,
+    and the map it names is this one, of ``map_digest`` (KvMap.map_digest; in the header of a file).
 
     Where the source alone is no worse than the target there is no gap. That is a result, and the
     evidence is kept with it, but it shows nothing that a hand-over to the target would gain.
     """
-    if flaw := flaw_of(evidence):
+    if flaw := flaw_of(evidence, map_digest):
         return f"{flaw}; run `trtllm-kvmap evaluate --attach` on it"
     if evidence["gap_recovered"]["value"] is None:
         return (
@@ -47,9 +49,9 @@ def unproven(evidence: Any) -> str:
     return ""
 
 
-def flaw_of(evidence: Any) -> str:
-    """What keeps ``evidence`` from being that of a sound report, or "": a map's file may hold any
-    JSON there.
+def flaw_of(evidence: Any, map_digest: Any) -> str:
+    """What keeps ``evidence`` from being that of a sound report of this map, or "": a map's file
+    may hold any JSON for both.
     """
     if evidence is None:
         return "it carries no evidence, so no held-out report vouches for it"
@@ -67,7 +69,7 @@ def flaw_of(evidence: Any) -> str:
         return "its evidence has a gap recovered that is no number"
     if gap["value"] is None and not no_gap(evidence):
         return "its evidence has no gap recovered, and its two models alone do not say why"
-    return ""
+    return _other_map(evidence, map_digest)
 
 
 def no_gap(report: Mapping[str, Any]) -> str:
@@ -87,6 +89,22 @@ def no_gap(report: Mapping[str, Any]) -> str:
         f"its source alone is no worse than its target ({metric} {source:.4g} against "
         f"{target:.4g}), so there is no gap to recover"
     )
+
+
+def _other_map(evidence: Mapping[str, Any], map_digest: Any) -> str:
+    config = evidence.get("config")
+    named: Any = config.get("map_digest") if isinstance(config, Mapping) else None
+    if not _is_digest(named):
+        return "its evidence does not name the map that was evaluated (map_digest)"
+    if not _is_digest(map_digest):
+        return "its file does not say which map it is (map_digest), as earlier releases wrote it"
+    if named != map_digest:
+        return f"its evidence is of another map ({named[:12]}, and this one is {map_digest[:12]})"
+    return ""
+
+
+def _is_digest(value: Any) -> bool:
+    return isinstance(value, str) and DIGEST.fullmatch(value) is not None
 
 
 def is_number(value: Any) -> bool:

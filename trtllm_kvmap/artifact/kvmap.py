@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trtllm_kvmap.artifact.container import read_container, write_container
+from trtllm_kvmap.artifact.container import container_digest, read_container, write_container
 from trtllm_kvmap.artifact.evidence import require_proven
 from trtllm_kvmap.artifact.fingerprint import Fingerprint
 from trtllm_kvmap.artifact.group import HeadGroup
@@ -99,9 +99,24 @@ class KvMap:
         require_pair(self, source, target)
 
     def save(self, path: str | Path) -> str:
-        """Write the file (whole or absent); returns its digest, which names the map in salts and
-        reports.
+        """Write the file (whole or absent); returns its digest, which names the map in salts. With
+        evidence its header says the map_digest too, which reads every tensor once more.
         """
+        version, content, tensors = self._described()
+        if self.evidence is not None:
+            content["map_digest"] = self.map_digest()
+        return write_container(path, KIND, version, content, tensors)
+
+    def map_digest(self) -> str:
+        """What save returns, or would, of this map without evidence and guard, which are added to
+        it later: the digest of the file that fit wrote. Evidence names its map by it. Reads every
+        tensor and writes nothing.
+        """
+        version, content, tensors = replace(self, evidence=None, guard=None)._described()
+        return container_digest(KIND, version, content, tensors)
+
+    def _described(self) -> tuple[int, dict[str, Any], dict[str, torch.Tensor]]:
+        """The version, content and tensors of the map's file."""
         tensors: dict[str, torch.Tensor] = {}
         index = []
         for number, group in enumerate(self.groups):
@@ -130,7 +145,7 @@ class KvMap:
             **({} if self.guard is None else {"guard": self.guard}),
         }
         newer = any(g.second is not None or g.weight_scale is not None for g in self.groups)
-        return write_container(path, KIND, 2 if newer else 1, content, tensors)
+        return 2 if newer else 1, content, tensors
 
     @staticmethod
     def load(path: str | Path, *, allow_unproven: bool = False) -> KvMap:
@@ -141,24 +156,9 @@ class KvMap:
         ``allow_unproven`` loads a map that no held-out report vouches for (to evaluate it, for
         instance).
         """
-        content, tensors = read_container(path, KIND, FORMAT_VERSION)
-        for name, tensor in tensors.items():
-            if not bool(torch.isfinite(tensor.float()).all()):
-                raise NumericsError(
-                    f"{path}: tensor {name} holds NaN or infinity; fit the map again."
-                )
-        try:
-            kvmap = _from_content(content, tensors)
-        except (KeyError, TypeError, ValueError) as error:
-            raise FormatError(f"{path}: the map is incomplete ({error}); fit it again.") from error
-        if kvmap.source_fingerprint.tokenizer != kvmap.target_fingerprint.tokenizer:
-            raise MismatchError(
-                f"{path} leads between models with different tokenizers, whose caches do not stand "
-                f"for the same tokens, so it can serve no pair. Fit a map for two models of one "
-                f"tokenizer."
-            )
+        kvmap, map_digest = read_map(path)
         if not allow_unproven:
-            require_proven(path, kvmap.evidence)
+            require_proven(path, kvmap.evidence, map_digest)
         return kvmap
 
     def _check_coverage(self) -> None:
@@ -247,6 +247,27 @@ class KvMap:
             )
         if group.second is not None:
             group.second.check(where, width, out)
+
+
+def read_map(path: str | Path) -> tuple[KvMap, str | None]:
+    """The map, proven or not, and the map_digest in its header, which its evidence must name (None:
+    the header says none). Raises as KvMap.load does.
+    """
+    content, tensors = read_container(path, KIND, FORMAT_VERSION)
+    for name, tensor in tensors.items():
+        if not bool(torch.isfinite(tensor.float()).all()):
+            raise NumericsError(f"{path}: tensor {name} holds NaN or infinity; fit the map again.")
+    try:
+        kvmap = _from_content(content, tensors)
+    except (KeyError, TypeError, ValueError) as error:
+        raise FormatError(f"{path}: the map is incomplete ({error}); fit it again.") from error
+    if kvmap.source_fingerprint.tokenizer != kvmap.target_fingerprint.tokenizer:
+        raise MismatchError(
+            f"{path} leads between models with different tokenizers, whose caches do not stand "
+            f"for the same tokens, so it can serve no pair. Fit a map for two models of one "
+            f"tokenizer."
+        )
+    return kvmap, content.get("map_digest")
 
 
 def _from_content(content: dict[str, Any], tensors: dict[str, torch.Tensor]) -> KvMap:

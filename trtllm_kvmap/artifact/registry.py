@@ -15,9 +15,9 @@ from fsspec.implementations.local import LocalFileSystem
 
 from trtllm_kvmap.artifact.container import read_digest, read_head
 from trtllm_kvmap.artifact.entry import UNPRINTABLE, Entry, Unusable, entry_from_content
-from trtllm_kvmap.artifact.evidence import require_proven, unproven
+from trtllm_kvmap.artifact.evidence import DIGEST, require_proven, unproven
 from trtllm_kvmap.artifact.fingerprint import Fingerprint
-from trtllm_kvmap.artifact.kvmap import FORMAT_VERSION, KIND, KvMap
+from trtllm_kvmap.artifact.kvmap import FORMAT_VERSION, KIND, KvMap, read_map
 from trtllm_kvmap.artifact.listing import list_files
 from trtllm_kvmap.artifact.resident import Resident
 from trtllm_kvmap.artifact.signature import SUFFIX as SIGNATURE
@@ -25,7 +25,6 @@ from trtllm_kvmap.artifact.signature import require_signature, sign
 from trtllm_kvmap.errors import FormatError, InputError, KvMapError, MismatchError
 
 SUFFIX = ".kvmap.safetensors"
-HEX = re.compile(r"[0-9a-f]{64}")
 
 
 class Registry:
@@ -50,7 +49,7 @@ class Registry:
         except (ImportError, ValueError) as error:
             raise InputError(f"{url} cannot be opened as a registry: {error}.") from error
         self.url, self.public_key = str(url), public_key
-        self.resident: Resident[KvMap] = Resident(host_bytes)
+        self.resident: Resident[tuple[KvMap, str | None]] = Resident(host_bytes)
 
     def scan(self) -> Iterator[Entry | Unusable]:
         """Every map of the registry, by path, from headers alone; a file that is none says why.
@@ -121,20 +120,23 @@ class Registry:
         UnprovenError for a missing or wrong signature when the registry has a key.
         """
         if not allow_unproven:
-            require_proven(entry.path, entry.evidence)
+            require_proven(entry.path, entry.evidence, entry.map_digest)
         if self.public_key is not None:
             signature = self._signature(entry)
             require_signature(entry.path, entry.digest, signature, self.public_key)
-        kvmap = self.resident.get((entry.path, entry.digest), lambda: self._read(entry))
+        key = entry.path, entry.digest
+        kvmap, map_digest = self.resident.get(key, lambda: self._read(entry))
         if not allow_unproven:  # a file may name the digest of a map that is held already
-            require_proven(entry.path, kvmap.evidence)
+            require_proven(entry.path, kvmap.evidence, map_digest)
         return kvmap
 
     def problems(self, entry: Entry) -> list[str]:
         """What speaks against the map of ``entry``, read as a whole; empty when nothing does."""
         found = []
         try:
-            self._read(entry)
+            (kvmap, named), _ = self._read(entry)
+            if kvmap.evidence is not None and named is not None and named != kvmap.map_digest():
+                found.append("Its header names the map_digest of another map; evaluate it again.")
         except (KvMapError, OSError) as error:
             found.append(str(error))
         for side in ("source", "target"):
@@ -142,9 +144,9 @@ class Registry:
             found += [
                 f"The {side}'s fingerprint of the {part} is no SHA-256."
                 for part, digest in prints.items()
-                if not HEX.fullmatch(str(digest))
+                if not DIGEST.fullmatch(str(digest))
             ]
-        if why := unproven(entry.evidence):
+        if why := unproven(entry.evidence, entry.map_digest):
             found.append(f"Unproven: {why}.")
         if self.public_key is not None:
             try:
@@ -184,16 +186,18 @@ class Registry:
             content, digest = read_head(stream, self._relative(path), size, KIND, FORMAT_VERSION)
         return entry_from_content(self._relative(path), size, digest, content, signed=signed)
 
-    def _read(self, entry: Entry) -> tuple[KvMap, int]:
-        """The map and its size; an exchanged file, whole but another, is refused as well."""
+    def _read(self, entry: Entry) -> tuple[tuple[KvMap, str | None], int]:
+        """The map with its map_digest, and its size; an exchanged file, whole but another, is
+        refused as well.
+        """
         with self._local(entry.path) as local:
-            kvmap = KvMap.load(local, allow_unproven=True)
+            found = read_map(local)
             size, digest = local.stat().st_size, read_digest(local)
         if digest != entry.digest:
             raise MismatchError(
                 f"{entry.path} became another map meanwhile; list the registry again."
             )
-        return kvmap, size
+        return found, size
 
     @contextmanager
     def _local(self, relative: str) -> Iterator[Path]:

@@ -36,6 +36,7 @@ from trtllm_kvmap.evaluate.run import evaluate as run_evaluation
 from trtllm_kvmap.evaluate.suite import evaluate_tasks, suite_table, task_configs
 from trtllm_kvmap.evaluate.tasks.named import TaskConfig, read_items
 from trtllm_kvmap.models import load_model
+from trtllm_kvmap.serve.map_header import MapHeader
 
 
 @verb
@@ -105,10 +106,10 @@ def evaluate(
     write_json(json, report.to_json())
     write_report(render_report(report, html, markdown))
     if attach:
-        judged = loaded.with_evidence(evidence(report))
-        judged.save(kvmap)
+        loaded.with_evidence(evidence(report)).save(kvmap)
         say(f"Stored the evidence in {kvmap}")
-        if why := unproven(judged.evidence):
+        header = MapHeader.read(kvmap)
+        if why := unproven(header.evidence, header.map_digest):
             say(f"The map stays unproven: {why}.")
 
 

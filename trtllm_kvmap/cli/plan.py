@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from trtllm_kvmap.artifact.kvmap import KvMap
+from trtllm_kvmap.artifact.kvmap import KvMap, read_map
 from trtllm_kvmap.artifact.whole import require_writable
 from trtllm_kvmap.cli.app import console, say, verb, write_json
 from trtllm_kvmap.cli.flags import JsonOption, KvMapArgument
@@ -60,7 +60,7 @@ def plan(
 
     A map whose evidence does not speak for it is never chosen.
     """
-    loaded = KvMap.load(kvmap, allow_unproven=True)
+    loaded, map_digest = read_map(kvmap)
     situation = Situation(num_tokens, reply_tokens, direction, mirrored)  # type: ignore[arg-type]
     if measure:
         known = _measure(loaded, source, target, num_tokens, speeds)
@@ -73,6 +73,7 @@ def plan(
         situation,
         known,
         loaded.evidence,
+        map_digest,
         bytes_per_token=per_token,
         max_positions=loaded.target.max_positions,
         policy=RoutingPolicy(max_seconds=max_seconds),

@@ -6,16 +6,13 @@ import hashlib
 import importlib.metadata
 import json
 import platform
-import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, astuple, fields, replace
-from pathlib import Path
+from dataclasses import asdict, astuple, fields
 from typing import Any
 
 import torch
 
 import trtllm_kvmap
-from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.evaluate.tasks.config import TaskConfig
 from trtllm_kvmap.evaluate.tasks.items import Item
 
@@ -41,15 +38,6 @@ def items_digest(items: Sequence[Item]) -> str:
     """SHA-256 of the items in order, all their token ids and labels, as JSON without spaces."""
     said = json.dumps([astuple(item) for item in items], separators=(",", ":"), default=int)
     return hashlib.sha256(said.encode()).hexdigest()
-
-
-def map_digest(kvmap: KvMap) -> str:
-    """The digest of the file that `fit` wrote: of the map without evidence and guard, which are
-    added to it later.
-    """
-    bare = replace(kvmap, evidence=None, guard=None)
-    with tempfile.TemporaryDirectory() as folder:
-        return bare.save(Path(folder) / "map")
 
 
 def versions() -> dict[str, str]:

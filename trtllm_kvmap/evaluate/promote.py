@@ -100,7 +100,7 @@ def promote(
     if not trial.promoted:
         return old, trial
     proof = evidence(evaluate(new, source, target, items[1::2], config))
-    if why := unproven(proof):
+    if why := unproven(proof, new.map_digest()):
         raise UnprovenError(
             f"The new map beats the old one, and its report on the other prompts leaves it "
             f"unproven: {why}."

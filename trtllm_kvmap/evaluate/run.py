@@ -10,7 +10,7 @@ from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.evaluate.arms import Refused, copy_map, make_arms, mapped_arm
-from trtllm_kvmap.evaluate.asked import asked, map_digest, versions
+from trtllm_kvmap.evaluate.asked import asked, versions
 from trtllm_kvmap.evaluate.bootstrap import draw
 from trtllm_kvmap.evaluate.controls import check_wrong_document, run_controls
 from trtllm_kvmap.evaluate.gates import Gates, judge_gates
@@ -217,7 +217,7 @@ def _report(
             "S": settings.pop("first_tokens"),
             **settings,
             **asked(items, task),
-            "map_digest": map_digest(bridge.kvmap),
+            "map_digest": bridge.kvmap.map_digest(),
             "versions": versions(),
         },
         **provenance(bridge.kvmap),

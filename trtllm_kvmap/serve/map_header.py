@@ -15,13 +15,14 @@ from trtllm_kvmap.spec.model import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class MapHeader:
-    """``evidence`` as KvMap has it; ``guarded``: whether the map carries a guard; ``recalling``:
-    whether that guard weighs the recall as well.
+    """``evidence`` as KvMap has it; ``map_digest``: what it must name; ``guarded``: whether the map
+    carries a guard; ``recalling``: whether that guard weighs the recall as well.
     """
 
     source: ModelSpec
     target: ModelSpec
     evidence: dict[str, Any] | None
+    map_digest: str | None
     guarded: bool
     recalling: bool = False
 
@@ -35,4 +36,11 @@ class MapHeader:
             raise FormatError(f"{path}: the map is incomplete ({error}); fit it again.") from error
         guard = content.get("guard")
         recalling = isinstance(guard, dict) and guard.get("recalling") is not None
-        return MapHeader(pair["source"], pair["target"], evidence, guard is not None, recalling)
+        return MapHeader(
+            pair["source"],
+            pair["target"],
+            evidence,
+            content.get("map_digest"),
+            guard is not None,
+            recalling,
+        )

@@ -95,6 +95,7 @@ class Routed:
             situation,
             self.speeds,
             self.header.evidence,
+            self.header.map_digest,
             bytes_per_token=sizes[0],
             max_positions=sizes[1],
         )

@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trtllm_kvmap.artifact.kvmap import KvMap
+from trtllm_kvmap.artifact.evidence import require_proven
+from trtllm_kvmap.artifact.kvmap import KvMap, read_map
 from trtllm_kvmap.artifact.whole import require_writable
 from trtllm_kvmap.decode.guard.guard import Guard
 from trtllm_kvmap.decode.routing.speeds import Speeds
@@ -49,12 +50,14 @@ def write_repository(
         raise InputError(f"There is no lane {lane!r}; there are {', '.join(LANES)}.")
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise InputError(f"{out} is not an empty folder; give the name of a new one.")
-    loaded = KvMap.load(kvmap, allow_unproven=allow_unproven)
+    loaded, map_digest = read_map(kvmap)
+    if not allow_unproven:
+        require_proven(kvmap, loaded.evidence, map_digest)
     require_described(loaded, source, target)
     if loaded.guard is not None and lane == "hf":  # no other lane asks it
         require_judging(loaded.guard, config)
     if speeds is not None:
-        require_routable(loaded, speeds, config, lane)
+        require_routable(loaded.evidence, map_digest, speeds, config, lane)
     files = LANES[lane](
         Served(
             kvmap=str(kvmap.resolve()),
@@ -91,12 +94,19 @@ def require_judging(guard: Any, config: ServeConfig) -> None:
         )
 
 
-def require_routable(kvmap: KvMap, speeds: Speeds, config: ServeConfig, lane: str) -> None:
+def require_routable(
+    evidence: dict[str, Any] | None,
+    map_digest: str | None,
+    speeds: Speeds,
+    config: ServeConfig,
+    lane: str,
+) -> None:
     """Raise InputError when requests cannot be routed by ``speeds``."""
     if lane != "hf":
         raise InputError(f"The lane {lane} routes no request; leave --speeds out.")
     require_window(speeds, config.repair_window)
-    objection = objection_to(kvmap.evidence, 1, config.repair_window, "up", RoutingPolicy())
+    window = config.repair_window
+    objection = objection_to(evidence, map_digest, 1, window, "up", RoutingPolicy())
     if objection:
         raise InputError(
             f"With --speeds a map is used where its evidence vouches for it, and here that would "

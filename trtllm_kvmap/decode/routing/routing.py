@@ -78,6 +78,7 @@ def route(
     situation: Situation,
     speeds: Speeds,
     evidence: Mapping[str, Any] | None,
+    map_digest: str | None,
     *,
     bytes_per_token: int,
     max_positions: int,
@@ -85,7 +86,8 @@ def route(
 ) -> Route:
     """The cheapest way whose quality is vouched for.
 
-    ``evidence`` is KvMap.evidence, ``bytes_per_token`` what the source's cache takes (see
+    ``evidence`` is KvMap.evidence and ``map_digest`` the digest that it must name (read_map and
+    MapHeader give both from a file), ``bytes_per_token`` what the source's cache takes (see
     speeds.bytes_per_token), ``max_positions`` the target's limit. Upward the map and reading again
     compete for the earlier first token, and staying is chosen only when both take longer than
     allowed or the report shows nothing to gain; downward all three compete for the earlier end of
@@ -108,11 +110,12 @@ def route(
     rates = dict.fromkeys(first, speeds.target_decode) | {"stay": speeds.source_decode}
     whole = {name: s + (situation.reply_tokens - 1) / rates[name] for name, s in first.items()}
     objection = objection_to(
-        evidence, situation.num_tokens, speeds.repair_window, direction, policy
+        evidence, map_digest, situation.num_tokens, speeds.repair_window, direction, policy
     )
     allowed: list[Choice] = ["reprefill"] if objection else ["map", "reprefill"]
     switch = min(allowed, key=lambda name: first[name])
-    choice, reason = _decide(situation, policy, direction, evidence, switch, first, whole)
+    hopeless = nothing_to_gain(evidence, map_digest)
+    choice, reason = _decide(situation, policy, direction, hopeless, switch, first, whole)
     if objection and choice != "map":
         reason += f" The map may not be used: {objection}."
     tokens = reply = None
@@ -156,13 +159,13 @@ def _decide(
     situation: Situation,
     policy: RoutingPolicy,
     direction: Direction,
-    evidence: Mapping[str, Any] | None,
+    hopeless: bool,
     switch: Choice,
     first: Mapping[Choice, float],
     whole: Mapping[Choice, float],
 ) -> tuple[Choice, str]:
     verb = "mapping" if switch == "map" else "reading again"
-    if situation.may_stay and direction == "up" and nothing_to_gain(evidence):
+    if situation.may_stay and direction == "up" and hopeless:
         return "stay", "The report shows the target no better than the source."
     limit = policy.max_seconds if situation.may_stay else None
     if limit is not None and first[switch] > limit:

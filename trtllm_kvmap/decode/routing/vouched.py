@@ -32,22 +32,23 @@ class RoutingPolicy:
             raise InputError(f"max_seconds must be above 0, got {self.max_seconds}.")
 
 
-def nothing_to_gain(evidence: Mapping[str, Any] | None) -> bool:
+def nothing_to_gain(evidence: Mapping[str, Any] | None, map_digest: str | None) -> bool:
     """Whether the report shows the target no better than the source alone."""
-    return evidence is not None and not flaw_of(evidence) and bool(no_gap(evidence))
+    return evidence is not None and not flaw_of(evidence, map_digest) and bool(no_gap(evidence))
 
 
 def objection_to(
     evidence: Mapping[str, Any] | None,
+    map_digest: str | None,
     num_tokens: int,
     repair_window: int,
     direction: Direction,
     policy: RoutingPolicy,
 ) -> str:
-    """Why the evidence does not vouch for a hand-over of ``num_tokens`` in this ``direction`` with
-    so many of them repaired, or "".
+    """Why the evidence does not vouch for a hand-over by the map of ``map_digest``, of
+    ``num_tokens`` in this ``direction`` with so many of them repaired, or "".
     """
-    flaw = flaw_of(evidence)
+    flaw = flaw_of(evidence, map_digest)
     if evidence is None or flaw:
         return flaw
     if missing := _unreadable(evidence):
