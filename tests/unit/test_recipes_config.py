@@ -70,6 +70,12 @@ def test_values_are_put_over_others_key_by_key_and_neither_is_changed() -> None:
     assert base == {"a": {"x": 1, "y": 2}, "b": [1]}
 
 
+@pytest.mark.parametrize("value", [3, None, [1]])
+def test_a_value_is_not_lost_under_a_mapping(value: object) -> None:
+    with pytest.raises(InputError, match=r"^a must hold keys with values, got "):
+        merged({"a": value}, {"a": {"x": 1}})
+
+
 @pytest.mark.parametrize("content", ["- 1\n", "a: [1\n", ""])
 def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "c.yaml"

@@ -17,7 +17,7 @@ from rich.console import Console
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.evaluate.gates import Gates
 from trtllm_kvmap.evaluate.suite import evaluate_tasks, suite_table, task_configs
-from trtllm_kvmap.evaluate.tasks.named import TaskConfig
+from trtllm_kvmap.evaluate.tasks.named import TaskConfig, read_items
 
 # In words of the tiny vocabulary, which the random models read.
 PIQA = [
@@ -42,7 +42,7 @@ def test_each_task_is_scored_as_the_field_does(random_model: Callable, tmp_path:
         random_map(source, target),
         source,
         target,
-        configs,
+        {name: (each, read_items(each, target.tokenizer)) for name, each in configs.items()},
         config,
         Gates(),
         on_item=lambda *progress: seen.append(progress),

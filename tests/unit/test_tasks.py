@@ -10,8 +10,9 @@ from random_models import write_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from trtllm_kvmap.errors import InputError
+from trtllm_kvmap.evaluate.tasks.config import NAMES
 from trtllm_kvmap.evaluate.tasks.items import Item, Question, require_unseen
-from trtllm_kvmap.evaluate.tasks.named import TaskConfig, read_items
+from trtllm_kvmap.evaluate.tasks.named import TASKS, TaskConfig, read_items
 
 HELLASWAG = [
     {
@@ -187,6 +188,10 @@ def test_what_cannot_be_read_is_said(
 ) -> None:
     with pytest.raises(InputError, match=said):
         read_items(TaskConfig(**options), tiny_tokenizer)
+
+
+def test_every_task_that_may_be_named_has_a_reader() -> None:
+    assert tuple(TASKS) == NAMES
 
 
 def test_too_few_items_and_no_tokenizer(hellaswag: Path, english: PreTrainedTokenizerBase) -> None:

@@ -23,7 +23,9 @@ from typing import Any
 import numpy as np
 
 from trtllm_kvmap.errors import InputError
-from trtllm_kvmap.models import LoadedModel, tokenise_chat
+from trtllm_kvmap.models import LoadedModel, ModelDescription, tokenise, tokenise_chat
+
+Reader = LoadedModel | ModelDescription
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +39,10 @@ Content = str | list[int] | Chat
 
 
 def read_documents(
-    path: str | Path, loaded: LoadedModel, *, min_tokens: int, max_tokens: int
+    path: str | Path, model: Reader, *, min_tokens: int, max_tokens: int
 ) -> list[list[int]]:
-    """The documents of ``path``, tokenised by ``loaded``'s tokenizer, each of ``min_tokens`` to
-    ``max_tokens`` tokens.
+    """The documents of ``path``, tokenised by ``model``'s tokenizer, each of ``min_tokens`` to
+    ``max_tokens`` tokens. No weights are needed.
 
     Raises InputError, naming file and line, for a file that is missing, unreadable, empty, not
     UTF-8 or not JSON, a line without a usable field, a document of fewer than ``min_tokens``, token
@@ -50,13 +52,13 @@ def read_documents(
     documents: list[list[int]] = []
     for file in _files(Path(path)):
         for where, content in _contents(file):
-            ids = _token_ids(content, loaded, where)
+            ids = _token_ids(content, model, where)
             if len(ids) < min_tokens:
                 raise InputError(
                     f"{where} has {len(ids)} tokens, and calibration needs at least {min_tokens} "
                     f"in a document. Take it out, join it to another, or lower skip_first."
                 )
-            windows = _windows(ids, _bos(loaded), max_tokens)
+            windows = _windows(ids, _bos(model), max_tokens)
             documents += [window for window in windows if len(window) >= min_tokens]
     if not documents:
         raise InputError(f"{path} holds no document; give text to calibrate on.")
@@ -146,25 +148,25 @@ def _is_chat(chat: Any) -> bool:
     )
 
 
-def _token_ids(content: Content, loaded: LoadedModel, where: str) -> list[int]:
+def _token_ids(content: Content, model: Reader, where: str) -> list[int]:
     try:
         if isinstance(content, str):
-            content = loaded.tokenise(content)
+            content = tokenise(model.tokenizer, model.name, content)
         elif isinstance(content, Chat):
-            content = tokenise_chat(loaded.tokenizer, loaded.name, content.messages)
+            content = tokenise_chat(model.tokenizer, model.name, content.messages)
     except InputError as error:
         raise InputError(f"{where} cannot be read. {error}") from error
-    known = loaded.spec.vocab_size
+    known = model.spec.vocab_size
     if content and not 0 <= min(content) <= max(content) < known:
         raise InputError(
-            f"{where} has token ids from {min(content)} to {max(content)}; {loaded.name} knows 0 "
+            f"{where} has token ids from {min(content)} to {max(content)}; {model.name} knows 0 "
             f"to {known - 1}."
         )
     return content
 
 
-def _bos(loaded: LoadedModel) -> int | None:
-    return getattr(loaded.tokenizer, "bos_token_id", None)
+def _bos(model: Reader) -> int | None:
+    return getattr(model.tokenizer, "bos_token_id", None)
 
 
 def _windows(ids: list[int], bos: int | None, max_tokens: int) -> Iterator[list[int]]:

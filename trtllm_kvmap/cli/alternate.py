@@ -16,7 +16,7 @@ from trtllm_kvmap.evaluate.alternation import alternate as run_alternation
 from trtllm_kvmap.evaluate.alternation import table
 from trtllm_kvmap.evaluate.tasks.conversations import read_conversations
 from trtllm_kvmap.evaluate.tasks.named import TaskConfig
-from trtllm_kvmap.models import load_model
+from trtllm_kvmap.models import describe_pair, load_model
 
 
 @verb
@@ -36,12 +36,12 @@ def alternate(
     json: JsonOption = None,
 ) -> None:
     """Let two models take turns in conversations (--task coqa or tiny): does the drift grow?"""
-    models = load_model(source), load_model(target)
     maps = [KvMap.load(path, allow_unproven=True) for path in (there, back)]
+    talks = read_conversations(task_config, describe_pair(source, target)[1].tokenizer)
+    models = load_model(source), load_model(target)
     prints = [model.fingerprint for model in models]
     require_pair(maps[0], prints[0], prints[1], what=f"The map {there} was fitted")
     require_pair(maps[1], prints[1], prints[0], what=f"The map {back} was fitted")
-    talks = read_conversations(task_config, models[1].tokenizer)
     with counted("alternate", len(talks)) as show:
         found = run_alternation(
             KvBridge(maps[0], source=models[0], target=models[1]),

@@ -105,8 +105,9 @@ def require_apart(given: Mapping[str, Any], flags: Mapping[str, str]) -> None:
         paths = [each for each in every if isinstance(each, Path) or (each and name == "data")]
         for each in paths if name not in WRITTEN else ():
             if flag := taken.get(Path(each).resolve()):
+                how = "into" if Path(each).is_dir() else "over"
                 raise InputError(
-                    f"{flag} would write over {each}, which is read; give another path."
+                    f"{flag} would write {how} {each}, which is read; give another path."
                 )
 
 

@@ -21,7 +21,7 @@ from trtllm_kvmap.cli.app import complain, counted, say, verb, write_json
 from trtllm_kvmap.cli.flags import JsonOption, config_flags
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.machine import matmul_rate, total_memory
-from trtllm_kvmap.models import load_model, read_spec
+from trtllm_kvmap.models import describe_pair, load_model, read_spec
 
 
 @verb
@@ -56,13 +56,14 @@ def calibrate(
         raise InputError("calibrate needs --text, what to read, and --out, the file to write.")
     require_writable(out)
     with process_group(), said_when_interrupted(out, resume=resume):
-        loaded = load_model(source), load_model(target)
+        described = describe_pair(source, target)
         documents = read_documents(
             text,
-            loaded[0],
+            described[0],
             min_tokens=config.min_tokens,
-            max_tokens=config.window(loaded[0].spec, loaded[1].spec),
+            max_tokens=config.window(*(model.spec for model in described)),
         )
+        loaded = load_model(source), load_model(target)
         with counted("calibrate", len(documents)) as show:
             moments = run_calibration(
                 *loaded,

@@ -20,7 +20,8 @@ from trtllm_kvmap.evaluate.diagnosis.diagnose import diagnose as run_diagnosis
 from trtllm_kvmap.evaluate.diagnosis.tables import headline, tables
 from trtllm_kvmap.evaluate.run import EvaluationConfig
 from trtllm_kvmap.evaluate.tasks.named import TaskConfig, read_items
-from trtllm_kvmap.models import load_model
+from trtllm_kvmap.mapper.backends import require_backend
+from trtllm_kvmap.models import describe_pair, load_model
 
 
 @verb
@@ -38,13 +39,15 @@ def diagnose(
     json: JsonOption = None,
 ) -> None:
     """Say where a map goes wrong: which keys, values, layers, heads, positions and lengths."""
+    require_backend(config.backend)
     loaded = KvMap.load(kvmap, allow_unproven=True)
-    source_model, target_model = load_model(source), load_model(target)
-    items = read_items(task_config, target_model.tokenizer)
+    tokenizer = describe_pair(source, target)[1].tokenizer
+    items = read_items(task_config, tokenizer)
     longer = {
-        tokens: read_items(replace(task_config, context_tokens=tokens), target_model.tokenizer)
+        tokens: read_items(replace(task_config, context_tokens=tokens), tokenizer)
         for tokens in length or ()
     }
+    source_model, target_model = load_model(source), load_model(target)
     with counted("diagnose", len(items)) as show:
         diagnosis = run_diagnosis(
             loaded,

@@ -35,7 +35,8 @@ from trtllm_kvmap.evaluate.run import EvaluationConfig
 from trtllm_kvmap.evaluate.run import evaluate as run_evaluation
 from trtllm_kvmap.evaluate.suite import evaluate_tasks, suite_table, task_configs
 from trtllm_kvmap.evaluate.tasks.named import TaskConfig, read_items
-from trtllm_kvmap.models import load_model
+from trtllm_kvmap.mapper.backends import require_backend
+from trtllm_kvmap.models import describe_pair, load_model
 from trtllm_kvmap.serve.map_header import MapHeader
 
 
@@ -62,29 +63,28 @@ def evaluate(
     ] = False,
 ) -> None:
     """Judge a map: every arm and every control, on items that neither fit nor selection saw."""
+    if tasks and (html or markdown or latency or attach):
+        raise InputError(
+            "--html, --markdown, --latency and --attach are of one report; give --task, one at a "
+            "time."
+        )
     require_all_writable(html, markdown)
+    require_backend(config.backend)
     loaded = KvMap.load(kvmap, allow_unproven=True)
-    source_model, target_model = load_model(source), load_model(target)
+    tokenizer = describe_pair(source, target)[1].tokenizer
     if tasks:
-        if html or markdown or latency or attach:
-            raise InputError(
-                "--html, --markdown, --latency and --attach are of one report; give --task, one at "
-                "a time."
-            )
+        suite = {
+            name: (each, read_items(each, tokenizer))
+            for name, each in task_configs(tasks, task_config).items()
+        }
+        models = load_model(source), load_model(target)
         with progress() as show:
-            reports = evaluate_tasks(
-                loaded,
-                source_model,
-                target_model,
-                task_configs(tasks, task_config),
-                config,
-                gates,
-                on_item=show,
-            )
+            reports = evaluate_tasks(loaded, *models, suite, config, gates, on_item=show)
         console.print(suite_table(reports))
         write_json(json, {"tasks": {name: report.to_json() for name, report in reports.items()}})
         return
-    items = read_items(task_config, target_model.tokenizer)
+    items = read_items(task_config, tokenizer)
+    source_model, target_model = load_model(source), load_model(target)
     with counted("evaluate", len(items)) as show:
         report = run_evaluation(
             loaded,

@@ -27,7 +27,8 @@ from trtllm_kvmap.decode.prompt import require_room
 from trtllm_kvmap.decode.select_tokens import rank_by_attention
 from trtllm_kvmap.decode.speculation.speculate import speculate
 from trtllm_kvmap.errors import InputError
-from trtllm_kvmap.models import load_model
+from trtllm_kvmap.mapper.backends import Backend, require_backend
+from trtllm_kvmap.models import describe_pair, load_model, tokenise
 from trtllm_kvmap.spec.plan import plan_handoff
 
 
@@ -47,9 +48,7 @@ class GenerateConfig:
     speculate: bool = field(
         default=False, metadata={"help": "the source drafts, the target verifies: the same answer"}
     )
-    backend: str = field(
-        default="cpu", metadata={"help": "what runs the map: cpu, cuda or reference"}
-    )
+    backend: Backend = field(default="cpu", metadata={"help": "what runs the map"})
 
     def __post_init__(self) -> None:
         least = {"max_new_tokens": 1, "first_tokens": 0, "repair_window": 0, "selected_tokens": 0}
@@ -76,13 +75,15 @@ def generate(
     target reads the prompt itself.
     """
     text = _prompt_text(prompt, prompt_file)
+    require_backend(config.backend)
     loaded = KvMap.load(kvmap, allow_unproven=allow_unproven)
-    reader = load_model(source)
-    bridge = KvBridge(loaded, source=reader, target=load_model(target), backend=config.backend)
-    ids = bridge.target.tokenise(text)
+    described = describe_pair(source, target)[1]
+    ids = tokenise(described.tokenizer, described.name, text)
     if not ids:
         raise InputError("The prompt has no token; give some text.")
-    require_room(bridge.target, len(ids) + config.max_new_tokens)
+    require_room(described, len(ids) + config.max_new_tokens)
+    reader = load_model(source)
+    bridge = KvBridge(loaded, source=reader, target=load_model(target), backend=config.backend)
     plan = plan_handoff(
         len(ids), first_tokens=config.first_tokens, repair_window=config.repair_window
     )

@@ -16,7 +16,7 @@ from trtllm_kvmap.cli.flags import JsonOption, SourceOption, TargetOption, confi
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.evaluate.guard import GuardConfig, set_guard
 from trtllm_kvmap.evaluate.tasks.named import TaskConfig, read_items
-from trtllm_kvmap.models import load_model
+from trtllm_kvmap.models import describe_pair, load_model
 
 
 @verb
@@ -43,11 +43,12 @@ def guard(
     """
     require_writable(kvmap)
     loaded = KvMap.load(kvmap, allow_unproven=True)
-    source_model, target_model = load_model(source), load_model(target)
+    tokenizer = describe_pair(source, target)[1].tokenizer
     items = {
-        kind: read_items(each, target_model.tokenizer)
+        kind: read_items(each, tokenizer)
         for kind, each in kinds_of(task_config, also or ()).items()
     }
+    source_model, target_model = load_model(source), load_model(target)
     with counted("guard") as show:
         found = set_guard(
             loaded,

@@ -13,7 +13,7 @@ from trtllm_kvmap.calibrate.text import read_documents
 from trtllm_kvmap.cli.app import counted, say, verb
 from trtllm_kvmap.cli.flags import KvMapArgument, SourceOption, TargetOption, config_flags
 from trtllm_kvmap.errors import InputError
-from trtllm_kvmap.models import load_model
+from trtllm_kvmap.models import describe_pair, load_model
 from trtllm_kvmap.refine.config import RefineConfig
 from trtllm_kvmap.refine.run import refine as run_refine
 
@@ -38,11 +38,14 @@ def refine(
             f"max_tokens must leave two tokens after skip_first = {config.skip_first}; got "
             f"{max_tokens}."
         )
-    loaded = load_model(source), load_model(target)
     fitted = KvMap.load(kvmap, allow_unproven=True)
     documents = read_documents(
-        text, loaded[1], min_tokens=config.skip_first + 2, max_tokens=max_tokens
+        text,
+        describe_pair(source, target)[1],
+        min_tokens=config.skip_first + 2,
+        max_tokens=max_tokens,
     )
+    loaded = load_model(source), load_model(target)
     with counted("refine", config.steps) as show:
         refined = run_refine(
             fitted,

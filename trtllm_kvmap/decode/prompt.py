@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from trtllm_kvmap.errors import InputError
-from trtllm_kvmap.models import KnownModel
+from trtllm_kvmap.models import KnownModel, ModelDescription
 
 TokenIds = torch.Tensor | Sequence[int]
 
@@ -94,12 +94,12 @@ def require_tokens(loaded: KnownModel, token_ids: torch.Tensor) -> None:
         )
 
 
-def require_room(loaded: KnownModel, num_tokens: int) -> None:
-    """Raise InputError when ``loaded`` cannot read a sequence of ``num_tokens``."""
-    if num_tokens > loaded.spec.max_positions:
+def require_room(model: KnownModel | ModelDescription, num_tokens: int) -> None:
+    """Raise InputError when ``model`` cannot read a sequence of ``num_tokens``."""
+    if num_tokens > model.spec.max_positions:
         raise InputError(
-            f"The sequence takes {num_tokens} positions; {loaded.name} allows "
-            f"{loaded.spec.max_positions}. Shorten the prompt or ask for fewer new tokens."
+            f"The sequence takes {num_tokens} positions; {model.name} allows "
+            f"{model.spec.max_positions}. Shorten the prompt or ask for fewer new tokens."
         )
 
 

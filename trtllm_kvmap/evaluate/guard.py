@@ -18,7 +18,7 @@ from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.evaluate.damage import damaged_maps
 from trtllm_kvmap.evaluate.probe import Ready
 from trtllm_kvmap.evaluate.reading import Reading, judge, read_item
-from trtllm_kvmap.evaluate.run import require_scorable
+from trtllm_kvmap.evaluate.run import Metric, require_scorable
 from trtllm_kvmap.evaluate.tasks.items import Item, require_unseen
 from trtllm_kvmap.models import LoadedModel
 from trtllm_kvmap.spec.plan import plan_handoff
@@ -32,9 +32,9 @@ EDGE = 1e-9  # a case at the limit itself is taken back, however its score is ro
 class GuardConfig:
     """How a guard is set. The fields are flags of `trtllm-kvmap guard`."""
 
-    metric: str = field(
+    metric: Metric = field(
         default="accuracy",
-        metadata={"help": "by what a continuation is worse than the source's: accuracy or nll"},
+        metadata={"help": "by what a continuation is worse than the source's"},
     )
     first_tokens: int = field(
         default=1, metadata={"help": "S: first tokens that the target computes itself"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.decode.bridge import KvBridge
@@ -28,8 +28,10 @@ from trtllm_kvmap.evaluate.summary import (
 from trtllm_kvmap.evaluate.tasks.config import TaskConfig
 from trtllm_kvmap.evaluate.tasks.items import Item, require_unseen
 from trtllm_kvmap.inject.hf_cache import view_pool
+from trtllm_kvmap.mapper.backends import Backend
 from trtllm_kvmap.models import LoadedModel
 
+Metric = Literal["accuracy", "nll"]
 DRAWING_SEED = 0  # of the bootstrap: equal scores give equal intervals
 
 
@@ -37,9 +39,11 @@ DRAWING_SEED = 0  # of the bootstrap: equal scores give equal intervals
 class EvaluationConfig:
     """How a map is judged. The fields are flags of `trtllm-kvmap evaluate`."""
 
-    metric: str = field(
+    metric: Metric = field(
         default="accuracy",
-        metadata={"help": "what gap recovered is of: accuracy (needs questions) or nll"},
+        metadata={
+            "help": "what gap recovered is of: accuracy (needs questions), or nll, the loss in nats"
+        },
     )
     first_tokens: int = field(
         default=1, metadata={"help": "S: first tokens that the target computes itself"}
@@ -55,9 +59,7 @@ class EvaluationConfig:
         metadata={"help": "divide the score of a choice by its length (see docs/tasks.md)"},
     )
     resamples: int = field(default=2000, metadata={"help": "draws of the bootstrap"})
-    backend: str = field(
-        default="cpu", metadata={"help": "what runs the map: cpu, cuda or reference"}
-    )
+    backend: Backend = field(default="cpu", metadata={"help": "what runs the map"})
 
     def __post_init__(self) -> None:
         if self.metric not in ("accuracy", "nll"):

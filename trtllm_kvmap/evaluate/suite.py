@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from rich.table import Table
@@ -15,7 +15,8 @@ from trtllm_kvmap.evaluate.report.report import Report, written
 from trtllm_kvmap.evaluate.run import EvaluationConfig, evaluate
 from trtllm_kvmap.evaluate.tasks.choice import NORMALISED
 from trtllm_kvmap.evaluate.tasks.config import TaskConfig
-from trtllm_kvmap.evaluate.tasks.named import named_task, read_items
+from trtllm_kvmap.evaluate.tasks.items import Item
+from trtllm_kvmap.evaluate.tasks.named import named_task
 from trtllm_kvmap.models import LoadedModel
 
 
@@ -23,19 +24,18 @@ def evaluate_tasks(
     kvmap: KvMap,
     source: LoadedModel,
     target: LoadedModel,
-    tasks: Mapping[str, TaskConfig],
+    tasks: Mapping[str, tuple[TaskConfig, Sequence[Item]]],
     config: EvaluationConfig,
     gates: Gates,
     on_item: Callable[[str, int, int], None],
 ) -> dict[str, Report]:
-    """The report of each task. Scores are length-normalised where the task's published accuracy is
-    (or everywhere, if ``config`` says so); a task without questions is judged by nll. All files are
-    read before the first model runs. ``on_item(task, done, total)``.
+    """The report of each task, on its items. Scores are length-normalised where the task's
+    published accuracy is (or everywhere, if ``config`` says so); a task without questions is judged
+    by nll. ``on_item(task, done, total)``.
     """
-    items = {name: read_items(task, target.tokenizer) for name, task in tasks.items()}
     reports = {}
-    for name, read in items.items():
-        asked = any(item.questions for item in read)
+    for name, (task, items) in tasks.items():
+        asked = any(item.questions for item in items)
         judged = replace(
             config,
             metric=config.metric if asked else "nll",
@@ -49,11 +49,11 @@ def evaluate_tasks(
             kvmap,
             source,
             target,
-            read,
+            items,
             judged,
             on_item=report_progress,
             gates=gates,
-            task=tasks[name],
+            task=task,
         )
     return reports
 

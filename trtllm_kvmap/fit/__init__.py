@@ -37,8 +37,6 @@ def fit(moments: MomentSet | Iterable[MomentSet], config: FitConfig) -> KvMap:
     Raises InputError for an option that cannot be met, MismatchError for a pair or moments that the
     scope does not fit, NumericsError for moments no answer can be trusted from.
     """
-    if config.scope not in SCOPES:
-        raise InputError(f"Scope {config.scope!r} is not known; use one of {', '.join(SCOPES)}.")
     shards = [moments] if isinstance(moments, MomentSet) else moments
     first: MomentSet | None = None
     fitted: list[FittedGroup] = []

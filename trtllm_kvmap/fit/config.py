@@ -49,6 +49,7 @@ class FitConfig:
     )
 
     def __post_init__(self) -> None:
+        _require_one_of("scope", self.scope, ("copy", "head", "pooled", "slice"))
         for name in ("k", "n"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}.")

@@ -14,7 +14,12 @@ class FitGrid:
     """Every combination of the values given; an axis counts only for the scopes that read it."""
 
     scope: tuple[str, ...] = field(
-        default=("slice",), metadata={"help": "copy, head, pooled or slice; repeatable"}
+        default=("slice",),
+        metadata={
+            "help": "what a target head reads: the same head of the nearest layer, unlearned "
+            "(copy), that head of k layers (head), all heads of k layers (pooled), or n single "
+            "heads of any layer (slice); repeatable"
+        },
     )
     k: tuple[int, ...] = field(
         default=(4,), metadata={"help": "source layers a head reads (head, pooled); repeatable"}

@@ -5,6 +5,7 @@ from trtllm_kvmap.models.digest import fingerprint_of
 from trtllm_kvmap.models.load import (
     ModelDescription,
     describe_model,
+    describe_pair,
     load_model,
     quiet_loading,
     read_spec,
@@ -19,6 +20,7 @@ __all__ = [
     "ModelDescription",
     "RemoteModel",
     "describe_model",
+    "describe_pair",
     "fingerprint_of",
     "load_model",
     "load_tokenizer",

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.models.config import spec_from_config
-from trtllm_kvmap.models.loaded import LoadedModel
+from trtllm_kvmap.models.loaded import LoadedModel, different_tokenizers
 from trtllm_kvmap.models.tokenizer import load_tokenizer, tokenizer_digest
 from trtllm_kvmap.spec.model import ModelSpec
 
@@ -24,13 +24,32 @@ class ModelDescription:
     """What can be said of a model without loading its weights."""
 
     spec: ModelSpec
-    tokenizer_digest: str
+    tokenizer: PreTrainedTokenizerBase | None
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def tokenizer_digest(self) -> str:
+        return tokenizer_digest(self.tokenizer, self.spec.vocab_size)
 
 
 def describe_model(path_or_id: str | Path) -> ModelDescription:
     """Read the configuration and tokenizer of a folder or hub id. Raises as load_model does."""
-    spec = read_spec(path_or_id)
-    return ModelDescription(spec, tokenizer_digest(load_tokenizer(path_or_id), spec.vocab_size))
+    return ModelDescription(read_spec(path_or_id), load_tokenizer(path_or_id))
+
+
+def describe_pair(
+    source: str | Path, target: str | Path
+) -> tuple[ModelDescription, ModelDescription]:
+    """describe_model of both, which tells before any weights are loaded what can never be mapped.
+    Raises MismatchError unless both read the same token ids.
+    """
+    pair = describe_model(source), describe_model(target)
+    if pair[0].tokenizer_digest != pair[1].tokenizer_digest:
+        raise different_tokenizers(pair[0].name, pair[1].name)
+    return pair
 
 
 def load_model(

@@ -76,8 +76,11 @@ KnownModel = LoadedModel | RemoteModel
 def require_same_tokens(source: KnownModel, target: KnownModel) -> None:
     """Raise MismatchError unless both models read the same token ids."""
     if source.fingerprint.tokenizer != target.fingerprint.tokenizer:
-        raise MismatchError(
-            f"{source.name} and {target.name} have different tokenizers, so their caches do not "
-            f"stand for the same "
-            f"tokens. A map needs one tokenizer for both; choose a pair of one family."
-        )
+        raise different_tokenizers(source.name, target.name)
+
+
+def different_tokenizers(source: str, target: str) -> MismatchError:
+    return MismatchError(
+        f"{source} and {target} have different tokenizers, so their caches do not stand for the "
+        f"same tokens. A map needs one tokenizer for both; choose a pair of one family."
+    )

@@ -10,10 +10,10 @@ from typing import TypeVar
 from trtllm_kvmap.calibrate.config import CalibrationConfig
 from trtllm_kvmap.calibrate.text import read_documents
 from trtllm_kvmap.errors import InputError
-from trtllm_kvmap.evaluate.run import EvaluationConfig
+from trtllm_kvmap.evaluate.run import EvaluationConfig, Metric
 from trtllm_kvmap.evaluate.tasks.items import Item
 from trtllm_kvmap.evaluate.tasks.named import TaskConfig, read_items
-from trtllm_kvmap.models import LoadedModel, load_model
+from trtllm_kvmap.models import LoadedModel, describe_pair, load_model
 from trtllm_kvmap.tiny import FAMILY, model_folder
 
 RUN = 32  # tokens in a row by which text is recognised again
@@ -65,7 +65,7 @@ class OwnModels:
         if self.source is None or self.target is None or self.task is None:
             return config
         data, after = str(self.data), config.selection.skip + config.selection.num_items
-        metric = "nll" if self.task in ("text", "coqa") else "accuracy"
+        metric: Metric = "nll" if self.task in ("text", "coqa") else "accuracy"
         return replace(
             config,
             source=self.source,
@@ -76,23 +76,31 @@ class OwnModels:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Texts:
     """``documents`` (token ids) fit, ``selection`` chooses, ``report`` judges; ``task`` named what
     judges.
     """
 
-    source: LoadedModel
-    target: LoadedModel
     documents: list[tuple[int, ...]]
     selection: list[Item]
     report: list[Item]
     task: TaskConfig
 
 
-def load_pair(config: PairConfig, text: Path | None) -> Pair:
-    """Raises InputError when two of the three sets share text."""
-    source, target = load_named(config.source), load_named(config.target)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair(Texts):
+    """The texts, and the two models that read them."""
+
+    source: LoadedModel
+    target: LoadedModel
+
+
+def read_texts(config: PairConfig, text: Path | None) -> Texts:
+    """What is read, before any weights are loaded. Raises InputError when two of the three sets
+    share text, MismatchError for models of different tokenizers.
+    """
+    source, target = describe_pair(located(config.source), located(config.target))
     if text is None:
         documents = [item.context for item in read_items(config.fit, target.tokenizer)]
     else:
@@ -112,12 +120,23 @@ def load_pair(config: PairConfig, text: Path | None) -> Pair:
         ([item.context for item in selection], report, "chooses and the text that judges"),
     ):
         require_disjoint(one, others, names)
-    return Pair(source, target, documents, selection, report, config.report)
+    return Texts(documents=documents, selection=selection, report=report, task=config.report)
 
 
-def load_named(name: str) -> LoadedModel:
-    """A member of the tiny family by its name, or any model by folder or hub id."""
-    return load_model(model_folder(name) if name in FAMILY else name)
+def load_pair(config: PairConfig, texts: Texts) -> Pair:
+    return Pair(
+        documents=texts.documents,
+        selection=texts.selection,
+        report=texts.report,
+        task=texts.task,
+        source=load_model(located(config.source)),
+        target=load_model(located(config.target)),
+    )
+
+
+def located(name: str) -> str | Path:
+    """Where a member of the tiny family lies, by its name; any other folder or hub id as it is."""
+    return model_folder(name) if name in FAMILY else name
 
 
 def require_disjoint(seen: Sequence[Sequence[int]], items: Sequence[Item], names: str) -> None:

@@ -17,8 +17,9 @@ from trtllm_kvmap.evaluate.alternation import Alternation, alternate
 from trtllm_kvmap.evaluate.tasks.conversations import read_conversations
 from trtllm_kvmap.evaluate.tasks.named import TaskConfig
 from trtllm_kvmap.fit.grid import FitGrid
+from trtllm_kvmap.models import load_model
 from trtllm_kvmap.recipes.outcome import Judged, Outcome, Row
-from trtllm_kvmap.recipes.pair import Pair, PairConfig, load_named
+from trtllm_kvmap.recipes.pair import Pair, PairConfig, located
 from trtllm_kvmap.recipes.steps import (
     Progress,
     chosen,
@@ -55,7 +56,7 @@ class Config(PairConfig):
 def run(config: Config, pair: Pair, on_progress: Progress) -> Outcome:
     pairs = [pair, replace(pair, source=pair.target, target=pair.source)]
     if config.source in FAMILY:  # text of your own is given for two models
-        pairs += [replace(pair, target=load_named(name)) for name in config.more_targets]
+        pairs += [replace(pair, target=load_model(located(name))) for name in config.more_targets]
     judged: dict[str, Judged] = {}
     directory: list[Row] = []
     for each in pairs:

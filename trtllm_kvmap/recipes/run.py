@@ -17,7 +17,7 @@ from trtllm_kvmap.recipes import (
     ridge_k,
 )
 from trtllm_kvmap.recipes.outcome import Outcome
-from trtllm_kvmap.recipes.pair import OwnModels, Pair, PairConfig, load_pair
+from trtllm_kvmap.recipes.pair import OwnModels, Pair, PairConfig, load_pair, read_texts
 from trtllm_kvmap.recipes.steps import Progress
 from trtllm_kvmap.recipes.strict import build, merged, read_yaml
 
@@ -53,8 +53,9 @@ def run_recipe(
     """
     own = own or OwnModels()
     config = own.put_into(config_of(name, over))
-    pair = load_pair(config, own.text)
+    texts = read_texts(config, own.text)
     require_writable(out / "recipe.json")
+    pair = load_pair(config, texts)
     outcome = RECIPES[name][1](config, pair, on_progress or (lambda stage, done, total: None))
     files = outcome.save(out, {"recipe": name, "config": asdict(config)})
     return outcome, files

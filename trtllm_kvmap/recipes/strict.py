@@ -27,8 +27,13 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """``base`` with the values of ``over`` in their places; mappings are merged key by key."""
-    both = {k for k in base if isinstance(base[k], dict) and isinstance(over.get(k), dict)}
+    """``base`` with the values of ``over`` in their places; mappings are merged key by key. Raises
+    InputError for a mapping in the place of something else, which would be lost unread.
+    """
+    both = {key for key in base if isinstance(over.get(key), dict)}
+    for key in both:
+        if not isinstance(base[key], dict):
+            raise InputError(f"{key} must hold keys with values, got {base[key]!r}.")
     return {**base, **over, **{key: merged(base[key], over[key]) for key in both}}
 
 

@@ -6,6 +6,12 @@ from dataclasses import dataclass, field
 
 from trtllm_kvmap.errors import InputError
 
+# What named.py has a reader of.
+NAMES = (
+    *("tiny", "text", "prompts", "hellaswag", "piqa", "arc", "winogrande", "mmlu", "coqa"),
+    *("niah_single", "niah_multikey", "niah_multivalue", "variable_tracking", "frequent_words"),
+)
+
 
 @dataclass(frozen=True, slots=True)
 class TaskConfig:
@@ -14,11 +20,15 @@ class TaskConfig:
     """
 
     task: str = field(
-        default="tiny", metadata={"help": "tiny, text, or a task of docs/tasks.md (hellaswag ...)"}
+        default="tiny",
+        metadata={"help": f"which items: {', '.join(NAMES[:-1])} or {NAMES[-1]} (docs/tasks.md)"},
     )
     data: str = field(
         default="",
-        metadata={"help": "the task's file, or MMLU's folder (tiny and generated tasks need none)"},
+        metadata={
+            "help": "the task's file, or MMLU's folder; none for tiny and what is generated "
+            "(niah_*, variable_tracking, frequent_words)"
+        },
     )
     num_items: int = field(default=60, metadata={"help": "how many items to read"})
     skip: int = field(default=0, metadata={"help": "how many items of the task to pass over first"})
@@ -37,6 +47,8 @@ class TaskConfig:
     )
 
     def __post_init__(self) -> None:
+        if self.task not in NAMES:
+            raise InputError(f"The task {self.task!r} is not known; known are {', '.join(NAMES)}.")
         for name in ("num_items", "context_tokens"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}.")

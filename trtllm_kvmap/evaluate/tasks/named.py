@@ -19,11 +19,9 @@ __all__ = ["TASKS", "TaskConfig", "named_task", "read_items"]
 
 
 def read_items(config: TaskConfig, tokenizer: Tokenizer) -> list[Item]:
-    """The items that ``config`` names, in order. Raises InputError for an unknown task, a file
-    that is not what the task reads, or fewer items than asked for.
+    """The items that ``config`` names, in order. Raises InputError for a file that is not what the
+    task reads, or fewer items than asked for.
     """
-    if config.task not in TASKS:
-        raise InputError(f"The task {config.task!r} is not known; known are {', '.join(TASKS)}.")
     if tokenizer is None:
         raise InputError(f"The task {config.task!r} is text, and the model has no tokenizer.")
     items = TASKS[config.task](config, tokenizer)
