@@ -3,8 +3,9 @@ read again.
 
     from trtllm_kvmap import KvBridge, KvMap, load_model
 
-    source, target = load_model("tiny-s"), load_model("tiny-m")
-    bridge = KvBridge(KvMap.load("s-to-m.kvmap.safetensors"), source=source, target=target)
+    source, target = load_model("models/small"), load_model("models/large")
+    kvmap = KvMap.load("small-to-large.kvmap.safetensors")
+    bridge = KvBridge(kvmap, source=source, target=target)
     target_cache = bridge.convert(source_cache, token_ids)
 
 Names are imported when they are first asked for, so that a part of the package costs only itself.

@@ -19,7 +19,17 @@ from trtllm_kvmap.models import load_model
 from trtllm_kvmap.tiny.documents import VOCABULARY
 
 JUDGING = ("evaluate", "diagnose", "guard")
-READING = ("calibrate", "refine", "generate", "alternate", "fit", *JUDGING)
+READING = (
+    "calibrate",
+    "refine",
+    "promote",
+    "generate",
+    "alternate",
+    "fit",
+    "plan",
+    "find",
+    *JUDGING,
+)
 UNKNOWN = "known are tiny, text, prompts, hellaswag"
 
 
@@ -47,6 +57,9 @@ def command(verb: str, work: dict[str, Any], target: object = None, text: object
     return {
         "calibrate": ["calibrate", source, target or usual, "--text", read, *out],
         "refine": ["refine", there, *models, "--text", read, *out],
+        "promote": ["promote", there, *models, "--text", read, *out, "--new", there],
+        "find": ["registry", "find", work["out"].parent, *models],
+        "plan": ["plan", there, *models, "--tokens", 100, "--measure"],
         "generate": ["generate", there, *models, "--prompt", "after anna", "--allow-unproven"],
         "alternate": ["alternate", there, back, *models],
         "fit": ["fit", "none.moments.safetensors", *models, *out, "--n", 1, "--n", 2],
@@ -110,6 +123,8 @@ def test_a_task_that_cannot_be_read(
         ("alternate", ["--task", "niah_single"], "coqa and tiny have"),
         ("fit", ["--scope", "heads"], "--scope must be one of copy, head, pooled, slice"),
         ("generate", ["--max-new-tokens", 1000], "Shorten the prompt"),
+        ("plan", ["--max-seconds", 0], "--max-seconds must be above 0"),
+        ("plan", ["--direction", "sideways"], "is not one of 'up', 'down'"),
     ],
 )
 def test_other_options_that_are_wrong_alone(
@@ -132,7 +147,7 @@ def test_a_backend_that_is_unknown_or_not_built(
     assert "It is not built" in complaint([*command(verb, work), "--backend", "cuda"])
 
 
-@pytest.mark.parametrize("verb", ["calibrate", "refine"])
+@pytest.mark.parametrize("verb", ["calibrate", "refine", "promote"])
 @pytest.mark.parametrize(
     ("content", "said"),
     [(None, "There is no file or folder"), ("{", "is not JSON"), ('{"text": "zebra"}', "zebra")],

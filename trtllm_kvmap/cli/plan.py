@@ -16,11 +16,11 @@ from trtllm_kvmap.cli.flags import JsonOption, KvMapArgument
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.decode.routing.routing import Choice, Route, Situation, route
 from trtllm_kvmap.decode.routing.speeds import Speeds, bytes_per_token
-from trtllm_kvmap.decode.routing.vouched import RoutingPolicy
+from trtllm_kvmap.decode.routing.vouched import Direction, RoutingPolicy
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.evaluate.accounting import Compute, Phases, compute_of
 from trtllm_kvmap.evaluate.measure_speeds import measure_speeds
-from trtllm_kvmap.models import load_model
+from trtllm_kvmap.models import describe_pair, load_model
 
 MEASURED_LENGTHS = 6  # the conversation's own, its half, and so on
 
@@ -33,10 +33,10 @@ def plan(
     ],
     reply_tokens: Annotated[int, typer.Option(help="tokens still to be said")] = 64,
     direction: Annotated[
-        str | None,
+        Direction | None,
         typer.Option(
-            help="why the target is wanted: up (it answers better) or down (it answers sooner); "
-            "default: up if it decodes more slowly"
+            help="why the target is wanted: up: it answers better; down: it answers sooner "
+            "(default: up if it decodes more slowly)"
         ),
     ] = None,
     mirrored: Annotated[
@@ -61,7 +61,8 @@ def plan(
     A map whose evidence does not speak for it is never chosen.
     """
     loaded, map_digest = read_map(kvmap)
-    situation = Situation(num_tokens, reply_tokens, direction, mirrored)  # type: ignore[arg-type]
+    situation = Situation(num_tokens, reply_tokens, direction, mirrored)
+    policy = RoutingPolicy(max_seconds=max_seconds)
     if measure:
         known = _measure(loaded, source, target, num_tokens, speeds)
     elif speeds is not None:
@@ -76,7 +77,7 @@ def plan(
         map_digest,
         bytes_per_token=per_token,
         max_positions=loaded.target.max_positions,
-        policy=RoutingPolicy(max_seconds=max_seconds),
+        policy=policy,
     )
     costs = compute_by_choice(situation, known, found, per_token)
     console.print(_table(loaded, situation, found, costs))
@@ -144,6 +145,7 @@ def _measure(
         raise InputError("--measure runs both models: give --source and --target.")
     if out is not None:
         require_writable(out)
+    describe_pair(source, target)
     models = load_model(source), load_model(target)
     config: dict[str, Any] = (kvmap.evidence or {}).get("config", {})
     bridge = KvBridge(kvmap, source=models[0], target=models[1])

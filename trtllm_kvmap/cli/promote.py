@@ -20,7 +20,7 @@ from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.evaluate.promote import FigureJson, Trial, refit
 from trtllm_kvmap.evaluate.promote import promote as run_trial
 from trtllm_kvmap.evaluate.run import EvaluationConfig
-from trtllm_kvmap.models import load_model
+from trtllm_kvmap.models import describe_pair, load_model
 
 
 @verb
@@ -56,17 +56,18 @@ def promote(
     Half of the prompts try it, by the loss of their last tokens; the other half give its evidence.
     Exit status 1, and no map written, when the gain is not above zero with its whole interval.
     """
-    require_writable(out)
     if (new is None) == (not moments):
         raise InputError("promote needs --new, a map, or --moments, what to fit one from.")
+    require_writable(out)
+    described = describe_pair(source, target)
+    longest = min(max_tokens, *(model.spec.max_positions for model in described))
+    prompts = read_documents(text, described[1], min_tokens=2, max_tokens=longest)
     served = KvMap.load(kvmap, allow_unproven=True)
     if new is None:
         candidate = refit(served, reduce(add, map(MomentSet.load, moments or ())))
     else:
         candidate = KvMap.load(new, allow_unproven=True)
     models = load_model(source), load_model(target)
-    longest = min(max_tokens, *(model.spec.max_positions for model in models))
-    prompts = read_documents(text, models[1], min_tokens=2, max_tokens=longest)
     config = EvaluationConfig("nll", first_tokens=first_tokens, repair_window=repair_window)
     winner, trial = run_trial(served, candidate, *models, prompts, config)
     say(told(trial))

@@ -19,7 +19,7 @@ from trtllm_kvmap.errors import InputError, MismatchError
 from trtllm_kvmap.fit.config import FitConfig
 from trtllm_kvmap.fit.sizes import router_sizes
 from trtllm_kvmap.machine import say_bytes
-from trtllm_kvmap.models import load_model, read_spec
+from trtllm_kvmap.models import describe_pair, read_fingerprint, read_spec
 from trtllm_kvmap.spec.model import ModelSpec
 from trtllm_kvmap.spec.rope import RopeParams
 
@@ -87,9 +87,10 @@ def find(
 ) -> None:
     """The maps from one model to another, the best first.
 
-    The models are loaded, to compare their weights.
+    Their weights are compared, read from the files.
     """
-    prints = [load_model(model).fingerprint for model in (source, target)]
+    describe_pair(source, target)
+    prints = [read_fingerprint(model) for model in (source, target)]
     found = Registry(url).find(*prints)
     if not found:
         raise MismatchError(
