@@ -54,8 +54,9 @@ class TritonPythonModel:
         if header is not None and speeds.is_file():
             policy = Routed.load(speeds, header, config.repair_window, held=ask_held)
         self.pipeline = Pipeline(
-            config, load_tokenizer(target), read=ask_source, answer=ask_target, policy=policy
+            config, load_tokenizer(target), read=ask_source, answer=self._ask_target, policy=policy
         )
+        self.answer: Any = None
         self.counters = Counters(counter_family)
 
     def execute(self, requests: list[Any]) -> None:
@@ -65,10 +66,35 @@ class TritonPythonModel:
 
     def _responses(self, request: Any) -> Iterator[Any]:
         body, parameters = text_of(request, "request"), parameters_of(request)
-        for answered in self.pipeline.respond(body, parameters):
-            if answered.last is not None:
-                self.counters.count(answered.last)
-            yield pb_utils.InferenceResponse([text_tensor("response", json.dumps(answered.body))])
+        try:
+            for answered in self.pipeline.respond(body, parameters):
+                if answered.last is not None:
+                    self.counters.count(answered.last)
+                tensor = text_tensor("response", json.dumps(answered.body))
+                yield pb_utils.InferenceResponse([tensor])
+        finally:
+            self._let_go(request)
+
+    def _ask_target(
+        self, token_ids: list[int], job: Job, read: list[Any] | None
+    ) -> Iterator[Event]:
+        self.answer = ask_target(token_ids, job, read)
+        for response in self.answer:
+            if response.has_error():
+                raise UnavailableError(response.error().message())
+            if response.output_tensors():
+                event = pb_utils.get_output_tensor_by_name(response, "event").as_numpy()[0]
+                yield Event.from_json(json.loads(event))
+
+    def _let_go(self, request: Any) -> None:
+        """Drop the target's responses when Triton's own thread has dropped them.
+
+        Until 24.11, that thread does not take the GIL: the last to hold a response, it frees numpy
+        arrays beside running Python, which corrupts the heap. It works off a queue, where the
+        question below stands behind the end of the answer.
+        """
+        request.is_cancelled()
+        self.answer = None
 
 
 def header_of(kvmap: str) -> MapHeader | None:
@@ -106,7 +132,8 @@ def _ask_source(token_ids: list[int], owner: Owner, judged: int, outputs: list[s
     return [pb_utils.get_output_tensor_by_name(response, name) for name in outputs]
 
 
-def ask_target(token_ids: list[int], job: Job, read: list[Any] | None) -> Iterator[Event]:
+def ask_target(token_ids: list[int], job: Job, read: list[Any] | None) -> Any:
+    """The target's responses, an iterator that Triton fills."""
     asked = pb_utils.InferenceRequest(
         model_name="target",
         inputs=[
@@ -116,12 +143,7 @@ def ask_target(token_ids: list[int], job: Job, read: list[Any] | None) -> Iterat
         ],
         requested_output_names=["event"],
     )
-    for response in asked.exec(decoupled=True):
-        if response.has_error():
-            raise UnavailableError(response.error().message())
-        if response.output_tensors():
-            event = pb_utils.get_output_tensor_by_name(response, "event").as_numpy()[0]
-            yield Event.from_json(json.loads(event))
+    return asked.exec(decoupled=True)
 
 
 def counter_family(name: str, description: str) -> Family:
