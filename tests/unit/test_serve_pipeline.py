@@ -512,9 +512,10 @@ def test_what_is_held_has_a_bound_and_the_longest_unused_goes_first(pair: Pair) 
 
 def test_jobs_and_events_survive_json() -> None:
     why = Outcome("fallback_reprefill", "load", "busy")
-    for job in (Job(3), Job(3, ("a", "b"), True, 4, 5, why)):
+    for job in (Job(3), Job(3, ("a", "b"), True, 4, 5, why, "talk")):
         assert Job.from_json(json.loads(json.dumps(job.to_json()))) == job
-    for event in (Event("a", why), Event("b", why, "stop", {"prompt": 1}, {"map": 0.5}, 7)):
+    last = Event("b", why, "stop", {"prompt": 1}, {"map": 0.5}, 7, "queued")
+    for event in (Event("a", why), last):
         assert Event.from_json(json.loads(json.dumps(event.to_json()))) == event
 
 
@@ -536,7 +537,8 @@ def test_every_answer_is_counted_once() -> None:
             Event("", Outcome("applied"), "length", counts, {"map": 2.0, "repair": 1.5}, 10)
         )
     own = {"prompt": 50, "completion": 3, "mapped": 0, "repaired": 0}
-    counters.count(Event("", Outcome("unsupported", "unproven"), "stop", own, {"first_token": 9}))
+    unproven = Outcome("unsupported", "unproven")
+    counters.count(Event("", unproven, "stop", own, {"first_token": 9}, traffic="not_mapped"))
     counters.count_error()
     zero = {key: value for key, value in counted.items() if not value}
     assert zero == {("kvmap_requests_total", "fallback_reprefill"): 0}
@@ -544,6 +546,7 @@ def test_every_answer_is_counted_once() -> None:
         ("kvmap_requests_total", "applied"): 2,
         ("kvmap_requests_total", "unsupported"): 1,
         ("kvmap_fallbacks_total", "unproven"): 1,
+        ("kvmap_traffic_total", "not_mapped"): 1,
         ("kvmap_map_ms_total", ""): 4.0,
         ("kvmap_repair_ms_total", ""): 3.0,
         ("kvmap_tokens_prompt_total", ""): 150,

@@ -6,6 +6,7 @@ import ast
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from handmade_maps import random_map
 from test_routing import SPEEDS, evidence
 from typer.testing import CliRunner
 
+from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.cli.verbs import app
 from trtllm_kvmap.decode.guard.guard import Guard
 from trtllm_kvmap.decode.routing.speeds import Speeds
@@ -24,7 +26,7 @@ from trtllm_kvmap.inject import trtllm
 from trtllm_kvmap.inject.connector.config import ConnectorConfig
 from trtllm_kvmap.models import load_model
 from trtllm_kvmap.serve.config_pbtxt import ModelConfig, TensorPort
-from trtllm_kvmap.serve.repository import LANES, write_repository
+from trtllm_kvmap.serve.repository import LANES, require_countable, write_repository
 from trtllm_kvmap.serve.settings import ServeConfig
 
 
@@ -61,6 +63,8 @@ def test_the_command_writes_the_hf_lane(given: dict, tmp_path: Path) -> None:
         "model": given["target"],
         "kvmap": str(given["kvmap"]),
         "allow_unproven": "false",
+        "traffic": "",
+        "traffic_share": "0.1",
     }
     pipeline = parameters((out / "kvmap_pipeline/config.pbtxt").read_text())
     assert (pipeline["repair_window"], pipeline["mapper_id"]) == ("16", "s-to-t")
@@ -71,6 +75,27 @@ def test_the_command_writes_the_hf_lane(given: dict, tmp_path: Path) -> None:
     for model in models:
         assert f'name: "{model}"\n' in (out / model / "config.pbtxt").read_text()
     assert not list(tmp_path.glob(".repository*")), "nothing is left beside it"
+
+
+def test_traffic_is_counted_in_a_folder_of_the_servers_machine(
+    given: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = ServeConfig(traffic="moments", traffic_share=0.25)
+    write_repository(tmp_path / "r", **given, config=config)
+    written = parameters((tmp_path / "r/target/config.pbtxt").read_text())
+    assert (written["traffic"], written["traffic_share"]) == (str(tmp_path / "moments"), "0.25")
+    assert not (tmp_path / "moments").exists(), "it is the server that counts"
+    with pytest.raises(InputError, match="The lane trtllm counts no traffic"):
+        write_repository(tmp_path / "t", **given, config=config, lane="trtllm")
+    read = KvMap.load(given["kvmap"])
+    for end in ("source", "target"):
+        spec = getattr(read, end)
+        rope = replace(spec.rope, kind="dynamic", original_length=32, factor=2.0)
+        with pytest.raises(InputError, match="RoPE of the kind dynamic"):
+            require_countable(replace(read, **{end: replace(spec, rope=rope)}), "hf")
+    with pytest.raises(InputError, match="traffic_share must lie above 0"):
+        ServeConfig(traffic_share=0)
 
 
 def test_a_models_file_imports_what_exists(given: dict, tmp_path: Path) -> None:

@@ -21,10 +21,12 @@ PLAIN = {
     "kvmap_errors_total": "Requests that ended in an error",
 }
 REQUESTS, FALLBACKS = "kvmap_requests_total", "kvmap_fallbacks_total"
+TRAFFIC = "kvmap_traffic_total"
 ALL = {
     **PLAIN,
     REQUESTS: "Answered requests by kv_status",
     FALLBACKS: "Answered requests that nothing was mapped for, by reason",
+    TRAFFIC: "Answered requests that might be counted for calibration, by what became of them",
 }
 
 
@@ -47,17 +49,16 @@ class Counters:
         self._plain = {name: self._families[name]({}) for name in PLAIN}
         requests = self._families[REQUESTS]
         self._requests = {status: requests({"kv_status": status}) for status in STATES}
-        self._reasons: dict[str, Counter] = {}
+        self._labelled: dict[tuple[str, str], Counter] = {}
 
     def count(self, event: Event) -> None:
         """Count an answered request by its last event."""
         outcome = event.outcome
         self._requests[outcome.status].increment(1)
         if outcome.status != "applied":
-            reason = outcome.reason
-            if reason not in self._reasons:
-                self._reasons[reason] = self._families[FALLBACKS]({"reason": reason})
-            self._reasons[reason].increment(1)
+            self._count_by(FALLBACKS, "reason", outcome.reason)
+        if event.traffic:
+            self._count_by(TRAFFIC, "taken", event.traffic)
         for step in ("map", "repair"):
             self._plain[f"kvmap_{step}_ms_total"].increment(event.milliseconds.get(step, 0.0))
         for kind, number in event.tokens.items():
@@ -66,3 +67,9 @@ class Counters:
 
     def count_error(self) -> None:
         self._plain["kvmap_errors_total"].increment(1)
+
+    def _count_by(self, family: str, label: str, value: str) -> None:
+        """Count with a label whose values are not known beforehand."""
+        if (family, value) not in self._labelled:
+            self._labelled[family, value] = self._families[family]({label: value})
+        self._labelled[family, value].increment(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -112,6 +113,7 @@ class Pipeline(Generic[Read]):
             first_tokens=self.config.first_tokens,
             repair_window=self.config.repair_window,
             outcome=outcome,
+            counted_as=_counted_as(request),
         )
         head = self._head(request)
         for event in self._answer(token_ids, job, read):
@@ -166,6 +168,13 @@ class Pipeline(Generic[Read]):
             "created": int(time.time()),
             "model": self.config.name,
         }
+
+
+def _counted_as(request: CompletionRequest) -> str | None:
+    if not request.consent:
+        return None
+    # Two tenants may give conversations the same name.
+    return json.dumps([request.tenant, request.conversation]) if request.conversation else ""
 
 
 def _choice(request: CompletionRequest, event: Event) -> dict[str, Any]:

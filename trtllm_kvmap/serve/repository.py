@@ -12,6 +12,7 @@ from typing import Any
 from trtllm_kvmap.artifact.evidence import require_proven
 from trtllm_kvmap.artifact.kvmap import KvMap, read_map
 from trtllm_kvmap.artifact.whole import require_writable
+from trtllm_kvmap.calibrate.traffic import require_steady_rope
 from trtllm_kvmap.decode.guard.guard import Guard
 from trtllm_kvmap.decode.routing.speeds import Speeds
 from trtllm_kvmap.decode.routing.vouched import RoutingPolicy, objection_to
@@ -42,9 +43,10 @@ def write_repository(
     With measured ``speeds`` each request is routed by them (serve.policy.Routed).
 
     Raises InputError for a lane or folder that cannot be, for speeds of another repair window, a
-    map that routing would never choose or a guard that could judge nothing, and what KvMap.load
-    raises. The map must fit both models as far as that shows without their weights (MismatchError);
-    the weights themselves are compared when the server has loaded them.
+    map that routing would never choose, a guard that could judge nothing or models whose traffic
+    cannot be counted, and what KvMap.load raises. The map must fit both models as far as that shows
+    without their weights (MismatchError); the weights themselves are compared when the server has
+    loaded them.
     """
     if lane not in LANES:
         raise InputError(f"There is no lane {lane!r}; there are {', '.join(LANES)}.")
@@ -58,6 +60,9 @@ def write_repository(
         require_judging(loaded.guard, config)
     if speeds is not None:
         require_routable(loaded.evidence, map_digest, speeds, config, lane)
+    if config.traffic:
+        require_countable(loaded, lane)
+        config = replace(config, traffic=str(Path(config.traffic).resolve()))
     files = LANES[lane](
         Served(
             kvmap=str(kvmap.resolve()),
@@ -112,6 +117,13 @@ def require_routable(
             f"With --speeds a map is used where its evidence vouches for it, and here that would "
             f"be nowhere: {objection}. Evaluate it again, or leave --speeds out."
         )
+
+
+def require_countable(kvmap: KvMap, lane: str) -> None:
+    """Raise InputError when the traffic of the map's models cannot be counted."""
+    if lane != "hf":
+        raise InputError(f"The lane {lane} counts no traffic; leave --traffic out.")
+    require_steady_rope(kvmap.source, kvmap.target)
 
 
 def require_described(kvmap: KvMap, source: str, target: str) -> None:

@@ -27,6 +27,7 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "stop": (str, list),
     "tenant": (str,),
     "conversation": (str,),
+    "consent": (bool,),
 }
 
 
@@ -34,7 +35,8 @@ FIELDS: dict[str, tuple[type, ...]] = {
 class CompletionRequest:
     """One request, checked. Either ``prompt`` or ``messages`` is there; ``max_tokens`` None means
     as many as the server gives. ``tenant`` and ``conversation`` say whose source cache may be
-    extended; ``mapper_id`` is the map the client expects (empty: whichever is served).
+    extended; ``mapper_id`` is the map the client expects (empty: whichever is served). ``consent``:
+    whoever wrote the prompt, all of it, agrees that it is counted where traffic is.
     """
 
     prompt: str | None
@@ -45,6 +47,7 @@ class CompletionRequest:
     tenant: str
     conversation: str
     mapper_id: str
+    consent: bool = False
 
 
 def parse_request(body: str | bytes, parameters: Mapping[str, Any]) -> CompletionRequest:
@@ -74,6 +77,7 @@ def parse_request(body: str | bytes, parameters: Mapping[str, Any]) -> Completio
         tenant=_name("tenant", given.get("tenant", "")),
         conversation=_name("conversation", given.get("conversation") or hints.get(CACHE_ID, "")),
         mapper_id=hints.get(MAPPER_ID, ""),
+        consent=given.get("consent", False),
     )
 
 

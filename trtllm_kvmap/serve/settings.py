@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from trtllm_kvmap.decode.routing.speeds import Speeds
 from trtllm_kvmap.errors import InputError
@@ -19,11 +19,22 @@ class ServeConfig:
     max_held_tokens: int = field(
         default=65_536, metadata={"help": "tokens of conversations the source keeps (hf lane)"}
     )
+    traffic: str = field(
+        default="",
+        metadata={"help": "folder for moments of requests that consent; empty: none (hf lane)"},
+    )
+    traffic_share: float = field(
+        default=0.1, metadata={"help": "of the target's time, at most so much is spent on them"}
+    )
 
     def __post_init__(self) -> None:
-        for name, count in asdict(self).items():
-            if count < 0:
-                raise InputError(f"{name} must not be negative, got {count}.")
+        for name in ("first_tokens", "repair_window", "max_held_tokens"):
+            if getattr(self, name) < 0:
+                raise InputError(f"{name} must not be negative, got {getattr(self, name)}.")
+        if not 0 < self.traffic_share <= 1:
+            raise InputError(
+                f"traffic_share must lie above 0 and be at most 1, got {self.traffic_share}."
+            )
 
 
 @dataclass(frozen=True, slots=True)

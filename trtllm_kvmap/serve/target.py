@@ -38,7 +38,8 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class Job:
     """What the target is asked to do with a prompt's token ids. ``outcome`` says why nothing was
-    read for it, where that is so.
+    read for it, where that is so. ``counted_as`` names the conversation that the prompt may be
+    counted as part of (empty: it stands for itself); None: nobody has agreed.
     """
 
     max_tokens: int
@@ -47,6 +48,7 @@ class Job:
     first_tokens: int = 1
     repair_window: int = 32
     outcome: Outcome | None = None
+    counted_as: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -61,7 +63,8 @@ class Job:
 @dataclass(frozen=True, slots=True)
 class Event:
     """A piece of an answer. The last one has a ``finish_reason`` (stop or length) and the counts:
-    prompt, completion, mapped and repaired tokens, milliseconds, and bytes of source KV received.
+    prompt, completion, mapped and repaired tokens, milliseconds, bytes of source KV received, and
+    what became of the prompt as ``traffic`` (serve.traffic; empty: nothing was to).
     """
 
     text: str
@@ -70,6 +73,7 @@ class Event:
     tokens: dict[str, int] = field(default_factory=dict)
     milliseconds: dict[str, float] = field(default_factory=dict)
     bytes_moved: int = 0
+    traffic: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -56,6 +56,8 @@ def hf_files(served: Served) -> dict[str, str]:
             "model": served.target,
             "kvmap": served.kvmap,
             "allow_unproven": "true" if served.allow_unproven else "false",
+            "traffic": config.traffic,
+            "traffic_share": str(config.traffic_share),
         },
         decoupled=True,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import traceback
 from collections.abc import Callable, Iterator
@@ -13,6 +14,9 @@ import triton_python_backend_utils as pb_utils
 
 from trtllm_kvmap.errors import InputError, KvMapError
 from trtllm_kvmap.serve.pipeline import error_sentence
+
+# Triton does not say that a stub crashed, and its stubs read no PYTHONFAULTHANDLER.
+faulthandler.enable()
 
 
 def parameter(arguments: dict[str, str], name: str) -> str:
