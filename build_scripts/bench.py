@@ -25,6 +25,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import triton_server
@@ -56,6 +57,8 @@ def main() -> int:
     parser.add_argument("bench", choices=sorted(BENCHES))
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
+    if options.json and (reason := unwritable(options.json)):
+        parser.error(f"--json {options.json} cannot be written ({reason}). Give another path.")
     environment = ENVIRONMENTS.get(options.bench, ENVIRONMENT)
     if INSIDE not in os.environ:
         command = [str(environment.ensure()), __file__, *sys.argv[1:]]
@@ -67,6 +70,20 @@ def main() -> int:
     if options.json:
         options.json.write_text(text + "\n")
     return 0
+
+
+def unwritable(path: Path) -> str:
+    """Why no file can be written to ``path``, or "": asked before hours of work, and nothing is
+    left there by asking.
+    """
+    try:
+        if path.exists():
+            path.open("ab").close()
+        else:
+            tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        return str(error.strerror)
+    return ""
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 import shutil
@@ -35,6 +36,33 @@ def test_quickstart_knows_the_flags_of_demo(tmp_path: Path) -> None:
     ran = started(tmp_path, "quickstart.py", "--help")
     flags = {f"--{name.replace('_', '-')}" for name in inspect.signature(demo).parameters}
     assert set(re.findall(r"--[a-z-]+", ran.stdout)) == flags | {"--help"}
+
+
+def test_a_bench_whose_figures_cannot_be_written_does_not_begin(tmp_path: Path) -> None:
+    """A folder, a file in no folder and in a file, and one that the system does not let be."""
+    (tmp_path / "file").touch()
+    for path, why in (
+        (".", "Is a directory"),
+        ("none/x.json", "No such file or directory"),
+        ("file/x.json", "Not a directory"),
+        ("/proc/x.json", "No such file or directory"),  # where not even root may write
+    ):
+        ran = started(tmp_path, "bench.py", "fit", "--json", path)
+        shutil.rmtree(tmp_path / SCRIPTS.name)
+        assert ran.returncode == 2
+        assert f"--json {path} cannot be written ({why}). Give another path." in ran.stderr
+        assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_asking_whether_a_bench_can_write_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old.write_text("figures of before")
+    unwritable = importlib.import_module("bench").unwritable
+    assert [unwritable(path) for path in (old, new)] == ["", ""]
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["figures of before"]
 
 
 def test_a_mistake_costs_no_installation(tmp_path: Path) -> None:
