@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,14 +36,15 @@ def served(
     kvmap = folder / "s-to-m.kvmap.safetensors"
     vouched(random_map(source, target), REPORT).save(kvmap)
     paths = str(tiny_folder("tiny-s")), str(tiny_folder("tiny-m"))
-    write_repository(folder / "repository", kvmap, *paths, CONFIG)
+    config = replace(CONFIG, traffic=str(folder / "traffic"), traffic_share=1.0)
+    write_repository(folder / "repository", kvmap, *paths, config)
     # As many threads as the tests' own models have, so that sums are added in the same order.
     os.environ["OMP_NUM_THREADS"] = "1"
     server = TritonServer(folder / "repository", folder / "work", control=True)
     request.config.stash[LOG] = server.log
     print(f"\n{version()}: {binary}")
     with server:
-        yield Served(server, source, target, kvmap)
+        yield Served(server, source, target, kvmap, folder / "traffic")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -36,6 +36,7 @@ class Served:
     source: LoadedModel
     target: LoadedModel
     kvmap: Path
+    traffic: Path
 
     def refer(self, model: str, value: str, *, to: str) -> None:
         """Change a parameter of a served model from ``value`` to ``to``, and load it again."""

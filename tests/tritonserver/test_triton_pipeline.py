@@ -12,9 +12,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from served import CONFIG, Served
 
 from trtllm_kvmap.artifact.kvmap import KvMap
+from trtllm_kvmap.artifact.moments import MomentSet
+from trtllm_kvmap.calibrate.config import CalibrationConfig
+from trtllm_kvmap.calibrate.run import calibrate
+from trtllm_kvmap.calibrate.traffic import TrafficConfig
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.decode.generate import generate
 from trtllm_kvmap.decode.guard.guard import Guard
@@ -29,6 +34,7 @@ from trtllm_kvmap.tiny.documents import make_document
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "04_triton_client.py"
 NEW_TOKENS = 12
+WRITTEN_AT = TrafficConfig().min_documents
 CONCURRENT = 64
 WARM_UP, FLAT = 150, 500
 # The source's KV of one request is 290 kB here: held for one request in ten, it would be more.
@@ -285,6 +291,39 @@ def test_what_is_served_is_counted(served: Served) -> None:
         "kvmap_bytes_moved_total": 2 * 4 * 2 * layers * heads * head_dim * ready,
         "kvmap_errors_total": 1,
     }
+
+
+def test_requests_that_consent_are_counted(served: Served, tmp_path: Path) -> None:
+    """What is written is a calibration of the mapped part of the prompts that were taken."""
+    calibration = CalibrationConfig(joint=True)
+    name = 'kvmap_traffic_total{taken="queued"}'
+    taken: list[list[int]] = []
+    before = counters(served).get(name, 0)
+    for seed in range(4_000, 5_000):
+        prompt = prompt_of(seed, 60)
+        body = {"prompt": prompt, "max_tokens": 2, "consent": seed % 5 > 0}
+        answer = served.server.ask(body)
+        assert seed % 10 or text_of(answer) == mapped(served, prompt, 2)
+        now = counters(served).get(name, 0)
+        if now > before:
+            assert body["consent"]
+            taken.append(served.target.tokenise(prompt)[: -CONFIG.repair_window])
+        before = now
+        if list(served.traffic.glob("*")):
+            break
+    (written,) = served.traffic.iterdir()
+    got = MomentSet.load(written)
+    assert got.record["documents"] == WRITTEN_AT <= len(taken)
+    wanted = calibrate(
+        served.source, served.target, taken[:WRITTEN_AT], calibration, tmp_path / "m"
+    )
+    for mine, theirs in zip(got.parts, wanted.parts, strict=True):
+        assert mine.moments.count == theirs.moments.count
+        for a, b in zip(mine.moments.tensors(), theirs.moments.tensors(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-3)
+    served.reload("target")  # it ends with prompts waiting, and begins anew
+    assert list(served.traffic.iterdir()) == [written]
+    assert text_of(served.server.ask(body)) == mapped(served, prompt, 2)
 
 
 def test_the_example_is_answered(served: Served) -> None:
