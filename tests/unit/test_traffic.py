@@ -488,7 +488,7 @@ def tiny() -> Iterator[Tiny]:
     """The tiny family, its traffic, and a map that no fit made, with the configuration of one."""
     source, target = (load_model(model_folder(name)) for name in ("tiny-s", "tiny-m"))
     rng = np.random.default_rng(5)
-    config = TrafficConfig(consent=True, max_pending=64, min_documents=20)
+    config = TrafficConfig(consent=True, held_out_every=2, max_pending=64, min_documents=20)
     with TrafficMoments(source, target, config) as traffic:
         for _ in range(60):
             traffic.offer(source.tokenise(make_document(rng, 120, 12, 0).text))
@@ -552,8 +552,8 @@ def test_too_little_to_decide_is_said(
     tiny: Tiny,
 ) -> None:
     source, target, moments, held_out, old = tiny
-    with pytest.raises(InputError, match="at least 8 are needed"):
-        promote(old, old, source, target, held_out[:7], JUDGED)
+    with pytest.raises(InputError, match="19 prompts were held out; at least 20 are needed"):
+        promote(old, old, source, target, held_out[:19], JUDGED)
     with pytest.raises(InputError, match="does not say how it was fitted"):
         refit(replace(old, fitted={}), moments)
 
