@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -102,6 +103,29 @@ def test_unlike_bytes_and_unseen_corruption_fail(
     )
     with pytest.raises(UnprovenError, match="deterministic_bytes"):
         controls.run_controls(kvmap, reading)
+
+
+def test_a_run_writes_the_map_no_oftener_than_its_bytes_are_compared(
+    pair: tuple[LoadedModel, LoadedModel],
+    reading: Reading,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Maps have gigabytes: one file to compare with and to damage, one more of the same map, and
+    neither is left behind. Its digest needs none."""
+    written, save = [], KvMap.save
+
+    def counted(kvmap: KvMap, path: Path) -> str:
+        written.append(path)
+        return save(kvmap, path)
+
+    monkeypatch.setattr(KvMap, "save", counted)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    controls.run_controls(random_map(*pair), reading)
+    random_map(*pair).map_digest()
+    assert len(written) == len(set(written)) == 2
+    assert all(path.is_relative_to(tmp_path) for path in written)
+    assert not list(tmp_path.iterdir())
 
 
 def draws_of(metric: str, **per_document: tuple[float, ...]) -> dict[str, Draws]:

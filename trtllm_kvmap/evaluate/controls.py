@@ -23,12 +23,14 @@ from trtllm_kvmap.rotary import apply_rope, remove_rope
 
 def run_controls(kvmap: KvMap, reading: Reading) -> dict[str, str]:
     """{control: "passed"}. Raises UnprovenError that names the first control that fails, and
-    how.
+    how. The map is written to a temporary folder, twice while the bytes are compared.
     """
-    for name, control in CONTROLS.items():
-        complaint = control(kvmap, reading)
-        if complaint:
-            raise _failed(name, complaint)
+    with tempfile.TemporaryDirectory() as folder:
+        saved = Path(folder) / "map"
+        kvmap.save(saved)
+        for name, control in CONTROLS.items():
+            if complaint := control(kvmap, reading, saved):
+                raise _failed(name, complaint)
     return dict.fromkeys(CONTROLS, PASSED)
 
 
@@ -69,7 +71,7 @@ def check_wrong_document(draws: Mapping[str, Draws], arm: str, metric: str) -> s
     )
 
 
-def _reinjection(kvmap: KvMap, reading: Reading) -> str:
+def _reinjection(kvmap: KvMap, reading: Reading, saved: Path) -> str:
     """The target's own cache, taken out and put back, gives the same bits everywhere."""
     native, again = reading.target, arms.reinjection(reading)
     pools = [view_pool(ready.cache) for ready in (native, again)]
@@ -81,7 +83,7 @@ def _reinjection(kvmap: KvMap, reading: Reading) -> str:
     return ""
 
 
-def _rope_round_trip(kvmap: KvMap, reading: Reading) -> str:
+def _rope_round_trip(kvmap: KvMap, reading: Reading, saved: Path) -> str:
     return _rope_complaint(reading, reading.source) or _rope_complaint(reading, reading.target)
 
 
@@ -110,29 +112,25 @@ def _rope_complaint(reading: Reading, ready: Ready) -> str:
     return ""
 
 
-def _deterministic_bytes(kvmap: KvMap, reading: Reading) -> str:
-    with tempfile.TemporaryDirectory() as folder:
-        first, second = Path(folder) / "first", Path(folder) / "second"
-        kvmap.save(first)
-        kvmap.save(second)
-        same = filecmp.cmp(first, second, shallow=False)
+def _deterministic_bytes(kvmap: KvMap, reading: Reading, saved: Path) -> str:
+    again = saved.with_name("again")
+    kvmap.save(again)
+    same = filecmp.cmp(saved, again, shallow=False)
+    again.unlink()
     return "" if same else "the same map saved twice gives two different files"
 
 
-def _corruption_detected(kvmap: KvMap, reading: Reading) -> str:
+def _corruption_detected(kvmap: KvMap, reading: Reading, saved: Path) -> str:
     """One flipped bit, in the header, in the middle or at the end, keeps a file from loading."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "map"
-        kvmap.save(path)
-        size = path.stat().st_size
-        for offset in (100, size // 2, size - 1):
-            _flip(path, offset)
-            try:
-                KvMap.load(path, allow_unproven=True)
-            except KvMapError:
-                _flip(path, offset)
-            else:
-                return f"a saved map with one bit of byte {offset} flipped still loads"
+    size = saved.stat().st_size
+    for offset in (100, size // 2, size - 1):
+        _flip(saved, offset)
+        try:
+            KvMap.load(saved, allow_unproven=True)
+        except KvMapError:
+            _flip(saved, offset)
+        else:
+            return f"a saved map with one bit of byte {offset} flipped still loads"
     return ""
 
 
@@ -151,7 +149,8 @@ def _failed(name: str, complaint: str) -> UnprovenError:
     )
 
 
-CONTROLS: dict[str, Callable[[KvMap, Reading], str]] = {
+# The map, one reading, and the map's file.
+CONTROLS: dict[str, Callable[[KvMap, Reading, Path], str]] = {
     "reinjection": _reinjection,
     "rope_round_trip": _rope_round_trip,
     "deterministic_bytes": _deterministic_bytes,
