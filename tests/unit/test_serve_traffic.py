@@ -100,6 +100,18 @@ def test_no_answer_notices(pair: Pair, counted: CountedAnswerer) -> None:
     assert counted._traffic.documents >= 12  # some of them again, in another batch
 
 
+def test_counting_stands_still_from_the_first_piece_of_an_answer_to_the_last(
+    pair: Pair, counted: CountedAnswerer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert counted._traffic is not None
+    quiet, found = counted._traffic._quiet, []
+    answerer = Says(Outcome("applied"), lambda: found.append(quiet.asked_for_here))
+    monkeypatch.setattr(counted, "answerer", answerer)
+    for _ in counted.answer([1] * 20, Job(3), None):
+        found.append(quiet.asked_for_here)
+    assert (found, quiet.asked_for_here) == ([True, True], False)
+
+
 def _fixed(body: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in body.items() if k not in ("id", "created", "kv_milliseconds")}
 
@@ -138,10 +150,11 @@ def test_what_the_guard_took_back_is_counted(
 class Says:
     """In an answerer's place."""
 
-    def __init__(self, outcome: Outcome) -> None:
-        self.outcome = outcome
+    def __init__(self, outcome: Outcome, called: Callable[[], None] = lambda: None) -> None:
+        self.outcome, self.called = outcome, called
 
     def answer(self, *_: object) -> Iterator[Event]:
+        self.called()
         counts = dict.fromkeys(("prompt", "completion", "mapped", "repaired"), 1)
         yield Event("x", self.outcome, "stop", counts)
 
@@ -181,6 +194,7 @@ def test_the_first_error_is_logged_once_ends_the_counting_and_no_request(
         answered = served(pair, counted, prompt=prompt(number), consent=True)
         assert taken(answered) == ("queued" if number < good else "stopped")
         assert text_of([answered]) == pair.mapped(prompt(number), 3)
+    counted._stop(RuntimeError("the other thread's"))
     errors = [r for r in caplog.records if r.levelno >= logging.ERROR]
     assert len(errors) == 1
     assert "traffic is not counted any more" in errors[0].message
