@@ -32,6 +32,7 @@ def kvmap(tmp_path_factory: pytest.TempPathFactory) -> Path:
     fitted = fit(moments, FitConfig(n=2))
     vouched(fitted, evidence()).save(folder / "map.safetensors")
     fitted.save(folder / "unproven.safetensors")
+    fitted.with_evidence(evidence()).save(folder / "another's.safetensors")
     return folder / "map.safetensors"
 
 
@@ -79,9 +80,10 @@ def test_plan_needs_speeds_and_evidence(kvmap: Path, tmp_path: Path) -> None:
     assert "--speeds" in run(kvmap, "--tokens", 100, status=2)
     assert "--source and --target" in run(kvmap, "--tokens", 100, "--measure", status=2)
     SPEEDS.save(tmp_path / "s.json")
-    unproven = kvmap.with_name("unproven.safetensors")
-    said = run(unproven, "--tokens", 1000, "--speeds", tmp_path / "s.json")
-    assert "reprefill: " in said
-    assert "no evidence" in " ".join(said.split())
+    for name, flaw in (("unproven", "no evidence"), ("another's", "evidence is of another map")):
+        path = kvmap.with_name(f"{name}.safetensors")
+        said = run(path, "--tokens", 1000, "--speeds", tmp_path / "s.json")
+        assert "reprefill: " in said
+        assert flaw in " ".join(said.split())
     never = (kvmap, "--tokens", 100, "--speeds", tmp_path / "s.json", "--max-seconds", 0)
     assert "--max-seconds must be above 0, got 0.0." in run(*never, status=2)

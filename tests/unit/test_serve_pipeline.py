@@ -381,7 +381,11 @@ def test_a_map_that_its_evidence_does_not_vouch_for_is_not_used(pair: Pair) -> N
     doubtful = vouching(perplexity_ratio={"value": 1.3, "low": 1.2, "high": 1.4})
     quick = routing(pair, doubtful, source_prefill=Timing(((1000, 0.01),)))
     said = refused(pair, pair.pipeline(policy=quick))
-    assert said.startswith("fallback_reprefill not_vouched: the map may not be used: its report")
+    refusal = "fallback_reprefill not_vouched: the map may not be used: its"
+    assert said.startswith(f"{refusal} report")
+    copied = replace(quick, header=replace(quick.header, evidence=vouching(), map_digest="0f" * 32))
+    said = refused(pair, pair.pipeline(policy=copied))
+    assert said.startswith(f"{refusal} evidence is of another map")
 
 
 def test_speeds_of_another_repair_window_are_not_routed_by(pair: Pair, tmp_path: Path) -> None:

@@ -166,10 +166,15 @@ def test_speeds_go_into_the_pipelines(given: dict, tmp_path: Path) -> None:
     poor = evidence(gap_recovered={"value": 0.0, "low": -0.1, "high": 0.1})
     for name, known in (("near", near), ("poor", poor)):
         vouched(random_map(source, target), known).save(tmp_path / name)
+    random_map(source, target).with_evidence(evidence()).save(tmp_path / "another's")
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"lane": "trtllm"}, "routes no request"),
         ({"config": ServeConfig(repair_window=8)}, "window of 32 tokens.*hands over with 8"),
         ({"kvmap": tmp_path / "poor"}, "nowhere: its report does not show"),
+        (
+            {"kvmap": tmp_path / "another's", "allow_unproven": True},
+            "nowhere: its evidence is of another map",
+        ),
         ({"kvmap": tmp_path / "near"}, "nowhere: its report repairs 33 tokens, this host 32"),
     ]
     for changed, said in wrong:
