@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from caches import stacked, tokens
-from guard_cases import Models, guard_of
+from guard_cases import Models, bridge_of, guard_of, pair_of
 from handmade_maps import random_map
 
 from trtllm_kvmap.artifact.kvmap import KvMap
@@ -27,12 +27,12 @@ from trtllm_kvmap.spec.plan import plan_handoff
 
 @pytest.fixture
 def pair(random_model: Callable) -> Models:
-    return random_model(layers=3, seed=1), random_model("llama", layers=6, head_dim=32, seed=2)
+    return pair_of(random_model)
 
 
 @pytest.fixture
 def bridge(pair: Models) -> KvBridge:
-    return KvBridge(random_map(*pair), source=pair[0], target=pair[1])
+    return bridge_of(pair)
 
 
 def test_the_score_is_weighed_against_the_limit() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from caches import stacked, tokens
-from guard_cases import Models
+from guard_cases import Models, pair_of
 from handmade_maps import copy_map, random_map
 
 from trtllm_kvmap.artifact.kvmap import KvMap
@@ -22,7 +22,7 @@ from trtllm_kvmap.inject.hf_cache import view_pool
 
 @pytest.fixture
 def pair(random_model: Callable) -> Models:
-    return random_model(layers=3, seed=1), random_model("llama", layers=6, head_dim=32, seed=2)
+    return pair_of(random_model)
 
 
 def test_damage_is_what_it_says(pair: Models) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from evaluate_cases import ITEMS
-from guard_cases import Models
+from guard_cases import Models, bridge_of, pair_of
 from handmade_maps import random_map
 
 from trtllm_kvmap.decode.bridge import KvBridge
@@ -33,12 +33,12 @@ from trtllm_kvmap.evaluate.tasks.items import Item
 
 @pytest.fixture
 def pair(random_model: Callable) -> Models:
-    return random_model(layers=3, seed=1), random_model("llama", layers=6, head_dim=32, seed=2)
+    return pair_of(random_model)
 
 
 @pytest.fixture
 def bridge(pair: Models) -> KvBridge:
-    return KvBridge(random_map(*pair), source=pair[0], target=pair[1])
+    return bridge_of(pair)
 
 
 def cases_of(bad: list[float], good: list[float]) -> list[Case]:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from caches import stacked, tokens
-from guard_cases import Models
-from handmade_maps import copy_map, random_map
+from guard_cases import Models, bridge_of, pair_of
+from handmade_maps import copy_map
 
 from trtllm_kvmap.decode.bridge import KvBridge
 from trtllm_kvmap.decode.guard.signals import WINDOW, measure_signals
@@ -33,12 +33,12 @@ def unturned(keys: torch.Tensor, positions: torch.Tensor, theta: float) -> torch
 
 @pytest.fixture
 def pair(random_model: Callable) -> Models:
-    return random_model(layers=3, seed=1), random_model("llama", layers=6, head_dim=32, seed=2)
+    return pair_of(random_model)
 
 
 @pytest.fixture
 def bridge(pair: Models) -> KvBridge:
-    return KvBridge(random_map(*pair), source=pair[0], target=pair[1])
+    return bridge_of(pair)
 
 
 @pytest.mark.parametrize(("count", "repair"), [(60, 16), (110, 90)])
