@@ -309,9 +309,9 @@ def test_requests_that_consent_are_counted(served: Served, tmp_path: Path) -> No
             assert body["consent"]
             taken.append(served.target.tokenise(prompt)[: -CONFIG.repair_window])
         before = now
-        if list(served.traffic.glob("*")):
+        if list(served.traffic.glob("traffic-*")):  # whole: what is being written is named else
             break
-    (written,) = served.traffic.iterdir()
+    (written,) = served.traffic.glob("traffic-*")
     got = MomentSet.load(written)
     assert got.record["documents"] == WRITTEN_AT <= len(taken)
     wanted = calibrate(
@@ -465,6 +465,9 @@ def test_a_source_that_dies_or_leaves_or_is_another_costs_no_answer(served: Serv
     own, small, other = native(served, prompt), tiny_folder("tiny-s"), tiny_folder("tiny-x")
 
     served.server.kill_stub("source")
+    with pytest.raises(RuntimeError, match=r"source, process \d+: dead, ended by SIGSEGV"):
+        held(served, prompt, "any")
+    assert "Fatal Python error: Segmentation fault" in served.server.log.read_text()
     response = served.server.ask(body)
     assert (text_of(response), response["kv_status"]) == (own, "fallback_reprefill")
 
