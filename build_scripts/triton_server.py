@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from environment import MAIN, Environment
+from stub_state import state_of_stubs
 
 WHEEL, WHEEL_VERSION = "nvidia-pytriton", "0.7.0"
 # Without the wheel's own requirements, because nothing of its Python code runs.
@@ -49,6 +50,7 @@ class TritonServer:
         self.http_port, self.metrics_port = free_ports(2)
         self.models = sorted(p.parent.name for p in repository.glob("*/config.pbtxt"))
         self._control = control
+        self._known: dict[int, str] = {}
 
     def __enter__(self) -> TritonServer:
         self.work.mkdir(parents=True, exist_ok=True)
@@ -87,17 +89,17 @@ class TritonServer:
 
     def ask(self, body: Any, **parameters: str) -> Any:
         """The response object to an OpenAI request, of /generate. Raises RuntimeError with the
-        server's sentence when it refuses.
+        server's sentence when it refuses, and the state of its processes when one is not healthy.
         """
         with self._open(body, "generate", parameters) as answer:
-            return _response(answer.read())
+            return self._response(answer.read())
 
     def stream(self, body: Any, **parameters: str) -> Iterator[Any]:
         """The response objects of /generate_stream, as they come."""
         with self._open(body, "generate_stream", parameters) as answer:
             for line in answer:
                 if line.startswith(b"data:"):
-                    yield _response(line.removeprefix(b"data:"))
+                    yield self._response(line.removeprefix(b"data:"))
 
     def _open(
         self, body: Any, endpoint: str, parameters: dict[str, str]
@@ -128,12 +130,13 @@ class TritonServer:
             said = error.read().decode().strip().removeprefix("data: ")
             with contextlib.suppress(ValueError, KeyError):
                 said = json.loads(said)["error"]
-            raise RuntimeError(said) from error
+            raise RuntimeError(self._with_state(said)) from error
         return answer
 
     def control(self, model: str, action: str) -> None:
         """``action`` is load, or unload, which is over when nothing of the model is left."""
         self.post(f"v2/repository/models/{model}/{action}", b"{}").read()
+        self.stubs()
         end = time.monotonic() + START_SECONDS
         while action == "unload" and self.stubs()[model] and time.monotonic() < end:
             time.sleep(0.1)
@@ -141,7 +144,7 @@ class TritonServer:
     def kill_stub(self, model: str) -> None:
         """Kill every python process of ``model``, as a crash would."""
         for pid in self.stubs()[model]:
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, signal.SIGSEGV)
 
     def stubs(self) -> dict[str, list[int]]:
         """The process ids of each model's python processes."""
@@ -154,7 +157,20 @@ class TritonServer:
             if words[0].endswith("triton_python_backend_stub") and str(self.repository) in words[1]:
                 (model,) = (m for m in self.models if f"/{m}/1/model.py" in words[1])
                 found[model].append(int(folder.name))
+                self._known[int(folder.name)] = model
         return found
+
+    def _response(self, said: bytes) -> Any:
+        """Our response object out of Triton's, which may be an error that comes with status 200."""
+        outer = json.loads(said)
+        if "error" in outer:
+            raise RuntimeError(self._with_state(outer["error"]))
+        return json.loads(outer["response"])
+
+    def _with_state(self, said: str) -> str:
+        if "is not healthy" not in said and "health mutex" not in said:
+            return said
+        return f"{said}\n{state_of_stubs(self.pid, self._known)}"
 
     def _paths(self) -> dict[str, str]:
         libraries = [str(site_packages() / "nvidia_pytriton.libs"), python_libraries()]
@@ -184,18 +200,11 @@ class TritonServer:
                 break
             try:
                 with urllib.request.urlopen(f"{self.url}/v2/health/ready"):
+                    self.stubs()  # so that the dead can be named
                     return
             except OSError:
                 time.sleep(0.2)
         raise RuntimeError(f"tritonserver did not get ready; its log:\n{self.log.read_text()}")
-
-
-def _response(said: bytes) -> Any:
-    """Our response object out of Triton's, which may be an error that comes with status 200."""
-    outer = json.loads(said)
-    if "error" in outer:
-        raise RuntimeError(outer["error"])
-    return json.loads(outer["response"])
 
 
 def installed() -> Path:

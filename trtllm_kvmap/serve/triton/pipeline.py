@@ -4,6 +4,7 @@ models asked through Triton (business logic scripting). Tensors stay in the serv
 
 from __future__ import annotations
 
+import faulthandler
 import json
 from collections.abc import Iterator
 from functools import partial
@@ -64,6 +65,10 @@ class TritonPythonModel:
             respond = partial(self._responses, request)
             send_all(request, respond, on_error=self.counters.count_error)
 
+    def finalize(self) -> None:
+        # Triton 2.51 destroys a stub before its metrics, which then crash in it: no news by now.
+        faulthandler.disable()
+
     def _responses(self, request: Any) -> Iterator[Any]:
         body, parameters = text_of(request, "request"), parameters_of(request)
         try:
@@ -89,7 +94,7 @@ class TritonPythonModel:
     def _let_go(self, request: Any) -> None:
         """Drop the target's responses when Triton's own thread has dropped them.
 
-        Until 24.11, that thread does not take the GIL: the last to hold a response, it frees numpy
+        Up to 24.11, that thread does not take the GIL: the last to hold a response, it frees numpy
         arrays beside running Python, which corrupts the heap. It works off a queue, where the
         question below stands behind the end of the answer.
         """

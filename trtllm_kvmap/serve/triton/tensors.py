@@ -15,7 +15,7 @@ import triton_python_backend_utils as pb_utils
 from trtllm_kvmap.errors import InputError, KvMapError
 from trtllm_kvmap.serve.pipeline import error_sentence
 
-# Triton does not say that a stub crashed, and its stubs read no PYTHONFAULTHANDLER.
+# Triton's log does not say that a stub crashed, and PYTHONFAULTHANDLER is not read in one.
 faulthandler.enable()
 
 
