@@ -6,11 +6,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from trtllm_kvmap.calibrate.capture import read
-from trtllm_kvmap.calibrate.config import CalibrationConfig
+from trtllm_kvmap.calibrate import estimate as estimate_module
+from trtllm_kvmap.calibrate.capture import read, token_table
+from trtllm_kvmap.calibrate.config import CalibrationConfig, Weighting
 from trtllm_kvmap.calibrate.estimate import CalibrationEstimate, estimate_calibration
 from trtllm_kvmap.calibrate.run import calibrate
 from trtllm_kvmap.calibrate.sensitivity import gradients
@@ -164,6 +167,55 @@ def test_time_goes_with_tokens_and_the_rate() -> None:
     # 12.6 + 51.5 billion weights by rule of thumb, twice each a token, and the sums.
     assert once.seconds == pytest.approx(1e6 * (2 * 64.1e9 + 14.5e9) / 1e12, rel=0.01)
     assert "1,000,000 tokens takes about 39.7 hours" in " ".join(once.sentences())
+
+
+@pytest.mark.parametrize(("weighting", "off"), [("sensitivity", 0.1), ("attention", 0.02)])
+def test_the_time_of_weighing_is_that_of_its_operations(
+    random_model: Callable[..., LoadedModel],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    weighting: Weighting,
+    off: float,
+) -> None:
+    """The matmuls of a real run, counted: weighed against uniform as the estimate has it. What
+    weighing by attention costs beside them is no matmul, and left out.
+    """
+    monkeypatch.setattr(estimate_module, "SHARE", 0)
+    shape = {"heads": 8, "kv_heads": 1, "head_dim": 32}
+    pair = random_model(layers=1, seed=1, **shape), random_model(layers=6, seed=2, **shape)
+    documents = [np.random.default_rng(n).integers(1, 60, size=256).tolist() for n in range(2)]
+    counted, estimated = [], []
+    for each in ("uniform", weighting):
+        config = CalibrationConfig(weighting=each, max_tokens=256)
+        with FlopCounterMode(display=False) as count:
+            calibrate(*pair, documents, config, tmp_path / "m")
+        with FlopCounterMode(display=False) as table:
+            token_table(pair[1])
+        counted.append(count.get_total_flops() - table.get_total_flops())
+        cost = estimate_calibration(
+            *(m.spec for m in pair), config, tokens=512, flops_per_second=1e9, available=GB
+        )
+        estimated.append(cost.seconds)
+        assert ("the last quarter" in " ".join(cost.sentences())) == (each == weighting)
+    assert estimated[1] / estimated[0] == pytest.approx(counted[1] / counted[0], rel=off)
+
+
+def test_a_share_of_attention_costs_more_than_its_products() -> None:
+    """Of the quarter that the target reads: 64 layers of 64 heads look at 1,024 entries."""
+    costs = [
+        estimate_calibration(
+            SMALL,
+            replace(LARGE, vocab_size=0),
+            CalibrationConfig(weighting=weighting),
+            tokens=10**6,
+            flops_per_second=1e12,
+            available=GB,
+        ).seconds
+        for weighting in ("attention", "sensitivity")
+    ]
+    shares, products = 64 * 64 * 1024, 64 * 64 * 128 * 1024
+    less = 1000 * shares + 6 * products - 8 * products - 2 * 51.5e9
+    assert costs[0] - costs[1] == pytest.approx(1e6 / 4 * less / 1e12, rel=0.01)
 
 
 def test_the_machine_is_measured() -> None:

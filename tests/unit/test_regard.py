@@ -87,6 +87,20 @@ def test_a_long_continuation_is_regarded_piece_by_piece(
         torch.testing.assert_close(pieces.rows[field], rows)
 
 
+def test_weighing_by_attention_computes_no_logits(
+    pair: tuple[LoadedModel, LoadedModel],
+) -> None:
+    loaded, calls = pair[1], []
+    head = loaded.model.lm_head.register_forward_hook(lambda *given: calls.append(given))
+    cache, projected = read(loaded, torch.tensor(DOCUMENTS[0])), projections(loaded)
+    try:
+        for weighting, logits in (("attention", 0), ("sensitivity", 1)):
+            regard(loaded, cache, [[5, 9]], weighting, projected)
+            assert len(calls) == logits
+    finally:
+        head.remove()
+
+
 def test_the_model_is_left_as_it_was(random_model: Callable[..., LoadedModel]) -> None:
     loaded = random_model("qwen3", layers=2, seed=3)
     loaded.model.set_attn_implementation("eager")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,10 +13,26 @@ from trtllm_kvmap.calibrate.capture import capture_kv, read
 from trtllm_kvmap.calibrate.sensitivity import gradients
 from trtllm_kvmap.decode.prefill import prefill
 from trtllm_kvmap.inject.hf_cache import make_cache, view_pool
-from trtllm_kvmap.models import LoadedModel
+from trtllm_kvmap.models import LoadedModel, load_model
 from trtllm_kvmap.rotary import apply_rope
 
 DOCUMENT = [3, 17, 4, 44, 21, 9, 58, 30, 12, 51, 6, 27, 35, 40]
+
+
+@pytest.mark.parametrize("trainable", [False, True])
+def test_no_gradient_of_the_weights_is_kept(
+    model_folder: Callable[..., Path], trainable: bool
+) -> None:
+    """A loaded model asks for none; one that is being trained keeps what it asked for."""
+    loaded = load_model(model_folder("qwen3", layers=2, seed=3))
+    weights = list(loaded.model.parameters())
+    assert not any(weight.requires_grad for weight in weights)
+    loaded.model.requires_grad_(trainable)
+    cache = read(loaded, torch.tensor(DOCUMENT))
+    gradients(loaded, cache, [[5, 9, 2]])
+    assert all(weight.requires_grad == trainable and weight.grad is None for weight in weights)
+    held = [x for layer in cache.layers for x in (layer.keys, layer.values)]
+    assert not any(x.requires_grad or x.grad is not None for x in held)
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "llama"])

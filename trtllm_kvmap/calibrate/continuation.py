@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -44,12 +45,33 @@ def log_p_after(
     vocab_size], read on top of rotated keys and values (see cache_of), through which gradients
     flow.
     """
+    logits = _run_after(loaded.model, loaded, keys, values, continuation).logits[0]
+    log_p: torch.Tensor = logits.float().log_softmax(-1)
+    return log_p
+
+
+@torch.no_grad()
+def read_after(
+    loaded: LoadedModel,
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    continuation: Sequence[int],
+) -> None:
+    """Read as log_p_after does, for what attention is given on the way: no logits are computed."""
+    _run_after(loaded.model.base_model, loaded, keys, values, continuation)
+
+
+def _run_after(
+    run: Callable[..., Any],
+    loaded: LoadedModel,
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    continuation: Sequence[int],
+) -> Any:
     held, device = keys[0].shape[2], loaded.device
-    logits = loaded.model(
+    return run(
         input_ids=torch.tensor([list(continuation)], device=device),
         position_ids=torch.arange(held, held + len(continuation), device=device)[None],
         use_cache=True,
         **{loaded.cache_argument: cache_of(keys, values)},
-    ).logits[0]
-    log_p: torch.Tensor = logits.float().log_softmax(-1)
-    return log_p
+    )

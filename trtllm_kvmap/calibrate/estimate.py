@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from trtllm_kvmap.calibrate.accumulate import ROWS
-from trtllm_kvmap.calibrate.config import CalibrationConfig
+from trtllm_kvmap.calibrate.config import CalibrationConfig, Weighting
 from trtllm_kvmap.calibrate.parts import PartPlan, plan_parts
 from trtllm_kvmap.calibrate.regard import QUERIES
 from trtllm_kvmap.machine import say_bytes, say_seconds
@@ -13,6 +13,9 @@ from trtllm_kvmap.spec.model import ModelSpec
 
 # Into how many runs, one layer band each, a calibration is cut at most: every run reads all text.
 MOST_RUNS = 16
+# What a share of attention costs beside its products, in operations of a matmul: a dozen passes
+# over memory, each as long as some 80 of them on a CPU.
+SHARE = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,8 @@ class Shard:
 class CalibrationEstimate:
     """``moments_bytes`` is the file; ``memory_bytes`` comes on top of the two loaded models;
     ``disk_bytes`` counts a checkpoint beside the file. ``shard`` is a way that fits ``available``
-    bytes when the configuration does not (None: it fits, or nothing does).
+    bytes when the configuration does not (None: it fits, or nothing does). ``seconds`` are the
+    operations of _operations, all at the rate of a large matmul.
     """
 
     moments_bytes: int
@@ -38,6 +42,7 @@ class CalibrationEstimate:
     disk_bytes: int
     seconds: float
     tokens: int
+    weighting: Weighting
     available: int
     shard: Shard | None
 
@@ -46,12 +51,14 @@ class CalibrationEstimate:
         return self.memory_bytes <= self.available
 
     def sentences(self) -> list[str]:
+        weighed = self.weighting != "uniform"
+        ends = ", the last quarter of each document for the weights of the rest," if weighed else ""
         said = [
             f"The moments take {say_bytes(self.moments_bytes)}.",
             f"Calibration needs {say_bytes(self.memory_bytes)} of memory beside the two models, "
             f"and {say_bytes(self.disk_bytes)} of disk.",
-            f"Reading {self.tokens:,} tokens takes about {say_seconds(self.seconds)}; roughly, "
-            f"because a spec does not say how wide a model is.",
+            f"Reading {self.tokens:,} tokens{ends} takes about {say_seconds(self.seconds)}; "
+            f"roughly, because a spec does not say how wide a model is.",
         ]
         if not self.fits:
             said.append(f"That is more memory than the {say_bytes(self.available)} at hand.")
@@ -81,18 +88,45 @@ def estimate_calibration(
     plans = plan_parts(source, target, config)
     moments = sum(_part_bytes(plan, config) for plan in plans)
     memory = _memory(source, target, config)
-    # Only the gram's upper triangle is computed: width^2 instead of 2 width^2 operations a token.
-    sums = sum(p.width**2 + 2 * p.width * p.target_width for p in plans)
-    passes = sum(2 * _parameters(spec) for spec in (source, target))
     return CalibrationEstimate(
         moments_bytes=moments,
         memory_bytes=memory,
         disk_bytes=2 * moments + _table_bytes(target),
-        seconds=tokens * (sums + passes) / flops_per_second,
+        seconds=tokens * _operations(source, target, config) / flops_per_second,
         tokens=tokens,
+        weighting=config.weighting,
         available=available,
         shard=None if memory <= available else _fitting_shard(source, target, config, available),
     )
+
+
+def _operations(source: ModelSpec, target: ModelSpec, config: CalibrationConfig) -> float:
+    """Of a token of text: both models read it, and every part adds it up. Where rows are weighed,
+    the target alone reads the last quarter, and looks at it.
+    """
+    # Only the gram's upper triangle is computed: width^2 instead of 2 width^2.
+    plans = plan_parts(source, target, config)
+    sums = sum(p.width**2 + 2 * p.width * p.target_width for p in plans)
+    added = sums + 2 * _parameters(source) + 2 * _parameters(target)
+    if config.weighting == "uniform":
+        return added
+    regarded = _regard_operations(target, config.window(source, target), config.weighting)
+    return 3 / 4 * added + 1 / 4 * regarded
+
+
+def _regard_operations(target: ModelSpec, window: int, weighting: Weighting) -> int:
+    """Of a token that is read on top of a window: the pass with its attention, its queries'
+    products (float64, half as fast), and the gradient through all of it and the next words' scores
+    (as much again, twice in attention), or all shares of attention, times three.
+    """
+    width = target.num_heads * target.head_dim
+    attention = 4 * target.num_layers * width * window
+    products = 4 * target.num_layers * width * target.head_dim
+    read = 2 * _parameters(target) + attention + products
+    if weighting == "sensitivity":
+        scores = 4 * target.vocab_size * width
+        return read + 2 * _parameters(target) + 2 * attention + scores
+    return read + 3 * attention // 2 + SHARE * target.num_layers * target.num_heads * window
 
 
 def _fitting_shard(
@@ -141,8 +175,8 @@ def _part_bytes(plan: PartPlan, config: CalibrationConfig) -> int:
 
 def _regard_bytes(source: ModelSpec, target: ModelSpec, config: CalibrationConfig) -> int:
     """Beside the document, while its last quarter is read on: a copy of the target's KV, all
-    queries, the next words' scores three times, the output projections and what a document's errors
-    cost; and six matrices of shares of attention, or what a gradient keeps.
+    queries, the output projections and what a document's errors cost; and six matrices of shares of
+    attention, or the next words' scores three times and what a gradient keeps.
     """
     if config.weighting == "uniform":
         return 0
@@ -150,20 +184,21 @@ def _regard_bytes(source: ModelSpec, target: ModelSpec, config: CalibrationConfi
     read = window // 4
     queries = 4 * target.num_layers * width * read
     costs = 3 * 8 * target.num_layers * target.num_kv_heads * target.head_dim**2
-    beside = window * target.kv_bytes_per_token(4) + queries + 3 * 4 * target.vocab_size * read
+    beside = window * target.kv_bytes_per_token(4) + queries + costs
     if config.weighting == "sensitivity":
-        return beside + costs + _gradient_bytes(target, window - read, read)
-    return beside + costs + 6 * 4 * target.num_heads * min(QUERIES, read) * window
+        scores = 3 * 4 * target.vocab_size * read
+        return beside + scores + _gradient_bytes(target, window - read, read)
+    return beside + 6 * 4 * target.num_heads * min(QUERIES, read) * window
 
 
 def _gradient_bytes(target: ModelSpec, held: int, read: int) -> int:
     """What is kept of a pass of ``read`` tokens over ``held`` ones until its gradient is taken: a
-    layer's activations (24 of its width together, where its MLP has about 8/3 of that), keys and
+    layer's activations (14 of its width together, where its MLP has about 8/3 of that), keys and
     values repeated for every query head, and the mask; then the gradient of all that is held, as
     it comes, stacked, and turned back.
     """
     width = target.num_heads * target.head_dim
-    layer = 24 * width * read + 2 * width * (held + read) + read * (held + read)
+    layer = 14 * width * read + 2 * width * (held + read) + read * (held + read)
     return 4 * target.num_layers * layer + 3 * held * target.kv_bytes_per_token(4)
 
 

@@ -23,7 +23,7 @@ from trtllm_kvmap.calibrate.capture import (
     output_projection,
 )
 from trtllm_kvmap.calibrate.config import Weighting
-from trtllm_kvmap.calibrate.continuation import log_p_after
+from trtllm_kvmap.calibrate.continuation import read_after
 from trtllm_kvmap.calibrate.sensitivity import gradients
 from trtllm_kvmap.models import LoadedModel
 from trtllm_kvmap.rotary import applying_rows
@@ -69,8 +69,7 @@ def regard(
                 (slope,) = gradients(loaded, cache, [continuation])
                 moved = slope.keys.square().sum(-1), slope.values.square().sum(-1)
             else:
-                with torch.no_grad():
-                    log_p_after(loaded, keys, values, continuation)
+                read_after(loaded, keys, values, continuation)
                 moved = _moved_outputs(given, held)
         for field, squares in zip(FIELDS, moved, strict=True):
             rows[field] += squares.cpu()

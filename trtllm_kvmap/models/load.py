@@ -66,7 +66,8 @@ def load_model(
         model: Any = AutoModelForCausalLM.from_pretrained(path_or_id, dtype=dtype)
     except (OSError, ValueError, SafetensorError) as error:
         raise _not_loadable(path_or_id, str(error)) from error
-    return LoadedModel(spec.name, model.to(device).eval(), load_tokenizer(path_or_id), spec)
+    model = model.to(device).eval().requires_grad_(False)  # a gradient is never of its weights
+    return LoadedModel(spec.name, model, load_tokenizer(path_or_id), spec)
 
 
 def read_spec(path_or_id: str | Path) -> ModelSpec:
