@@ -302,6 +302,7 @@ def test_requests_that_consent_are_counted(served: Served, tmp_path: Path) -> No
     for seed in range(4_000, 5_000):
         prompt = prompt_of(seed, 60)
         body = {"prompt": prompt, "max_tokens": 2, "consent": seed % 5 > 0}
+        body["conversation"] = f"counted {seed}"
         answer = served.server.ask(body)
         assert seed % 10 or text_of(answer) == mapped(served, prompt, 2)
         now = counters(served).get(name, 0)

@@ -49,7 +49,8 @@ def prompt(seed: int, words: int = 50) -> str:
 
 
 def served(pair: Pair, answerer: CountedAnswerer, **body: Any) -> Answered:
-    """The last piece of an answer, when its prompt has been counted."""
+    """The last piece of an answer, when its prompt has been counted. A conversation of its own."""
+    body = {"conversation": str(body.get("prompt"))[-200:], **body}
     answered = ask(pair.pipeline(answer=answerer.answer), max_tokens=3, **body)
     if answerer._traffic is not None:
         answerer._traffic.drain()
@@ -92,6 +93,7 @@ def test_no_answer_notices(pair: Pair, counted: CountedAnswerer) -> None:
     for seed in range(12):
         for stream in (False, True):
             body = {"prompt": prompt(seed), "max_tokens": 9, "stream": stream, "consent": True}
+            body["conversation"] = f"{seed} {stream}"
             answers = [ask(pipeline, **body) for pipeline in (plain, counting)]
             bodies = [[_fixed(each.body) for each in answered] for answered in answers]
             assert bodies[0] == bodies[1]
@@ -168,6 +170,7 @@ def test_a_conversation_counts_once_in_a_batch_and_tenants_have_their_own(
     assert turn(1, conversation="talk", tenant="a") == "queued"
     assert turn(2, conversation="talk", tenant="a") == "repeated"
     assert turn(3, conversation="talk", tenant="b") == "queued"
+    assert turn(4, conversation="", tenant="b") == "unnamed"  # it may be a turn of any
     assert not counted.path.exists()
 
 

@@ -36,7 +36,8 @@ class CompletionRequest:
     """One request, checked. Either ``prompt`` or ``messages`` is there; ``max_tokens`` None means
     as many as the server gives. ``tenant`` and ``conversation`` say whose source cache may be
     extended; ``mapper_id`` is the map the client expects (empty: whichever is served). ``consent``:
-    whoever wrote the prompt, all of it, agrees that it is counted where traffic is.
+    whoever wrote the prompt, all of it, agrees that it is counted where traffic is; it then needs a
+    conversation.
     """
 
     prompt: str | None

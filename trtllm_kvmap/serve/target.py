@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 class Job:
     """What the target is asked to do with a prompt's token ids. ``outcome`` says why nothing was
     read for it, where that is so. ``counted_as`` names the conversation that the prompt may be
-    counted as part of (empty: it stands for itself); None: nobody has agreed.
+    counted as part of, empty where it has no name; None: nobody has agreed.
     """
 
     max_tokens: int

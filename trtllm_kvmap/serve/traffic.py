@@ -86,9 +86,11 @@ class CountedAnswerer:
         # What the map refused may be damaged; what its guard took back is what it has to learn.
         if self._traffic is None or read is None or event.outcome.reason not in ("", "guard"):
             return "not_mapped"
+        if not job.counted_as:  # its turns, which repeat each other, would fill a batch alone
+            return "unnamed"
         try:
             sent = SentKv(read.kv[0], read.kv[1], read.rope_length)
-            return self._traffic.offer(token_ids, job.counted_as or "", sent)
+            return self._traffic.offer(token_ids, job.counted_as, sent)
         except Exception as error:
             self._stop(error)
             return "stopped"
@@ -124,5 +126,5 @@ def _columns_of(kvmap: KvMap) -> CalibrationConfig:
 
 
 def _source_of(kvmap: KvMap) -> RemoteModel:
-    """The only model whose KV is mapped here (MismatchError else)."""
+    """What another model has written is not mapped here, and so not counted."""
     return RemoteModel(kvmap.source.name, kvmap.source, kvmap.source_fingerprint)
