@@ -18,46 +18,49 @@ class CalibrationConfig:
     scope: Literal["all", "head"] = field(
         default="all",
         metadata={
-            "help": "all: every source slice of a field together; head: each head apart, far less "
-            "memory, for maps of scope head."
+            "help": "all: the keys of all source heads together, and the values; head: each head "
+            "apart, far less memory, for maps of scope head"
         },
     )
     joint: bool = field(
         default=False,
         metadata={
-            "help": "Sum keys and values together, for maps that cross them (fit --fields both)."
+            "help": "sum keys and values together, for maps that cross them (fit --fields both)"
         },
     )
     layers: tuple[int, ...] = field(
         default=(),
         metadata={
-            "help": "A band of target layers: --layers FIRST --layers END, one past the last."
+            "help": "a band of target layers: --layers FIRST --layers END, one past the last (all)"
         },
     )
     skip_first: int = field(
         default=4,
-        metadata={"help": "First tokens of a document to leave out: sinks, never mapped."},
+        metadata={
+            "help": "first tokens of a document to leave out: attention sinks, which the target "
+            "always computes itself"
+        },
     )
     max_tokens: int = field(
-        default=1024, metadata={"help": "Longer documents are read in windows of so many tokens."}
+        default=1024, metadata={"help": "longer documents are read in windows of so many tokens"}
     )
     weighting: Weighting = field(
         default="uniform",
         metadata={
             "help": "uniform: every token counts alike; sensitivity: by how much the target's next "
             "words depend on its keys and values, each layer apart; attention: by how much they "
-            "attend to it."
+            "attend to it"
         },
     )
     ess_floor: float = field(
         default=0.02,
         metadata={
-            "help": "Least effective sample size, as a share of a document's tokens (sensitivity, "
-            "attention)."
+            "help": "how many tokens in one must still count, however unequal their weights: an "
+            "effective sample size, as a share (sensitivity, attention)"
         },
     )
     checkpoint_every: int = field(
-        default=64, metadata={"help": "Documents between two checkpoints."}
+        default=64, metadata={"help": "documents between two checkpoints of OUT.partial"}
     )
 
     def __post_init__(self) -> None:

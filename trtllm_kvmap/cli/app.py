@@ -32,7 +32,9 @@ WRITTEN = ("out", "json", "html", "markdown")  # the parameters that name a file
 app = typer.Typer(
     name="trtllm-kvmap",
     help="Turn one model's KV cache into another's, so that a conversation changes models "
-    "without being read again.",
+    "without being read again.\n\n"
+    "The source is the model whose cache is read, the target the one whose cache is written, and "
+    "a map what turns the one into the other: calibrate, fit and evaluate make and judge it.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

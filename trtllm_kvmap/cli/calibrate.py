@@ -18,7 +18,7 @@ from trtllm_kvmap.calibrate.run import calibrate as run_calibration
 from trtllm_kvmap.calibrate.run import partial_path
 from trtllm_kvmap.calibrate.text import read_documents
 from trtllm_kvmap.cli.app import complain, counted, say, verb, write_json
-from trtllm_kvmap.cli.flags import JsonOption, config_flags
+from trtllm_kvmap.cli.flags import SOURCE, TARGET, JsonOption, config_flags
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.machine import matmul_rate, total_memory
 from trtllm_kvmap.models import describe_pair, load_model, read_spec
@@ -27,11 +27,15 @@ from trtllm_kvmap.models import describe_pair, load_model, read_spec
 @verb
 @config_flags(config=CalibrationConfig)
 def calibrate(
-    source: Annotated[str, typer.Argument(help="source model: a folder, or a hub id")],
-    target: Annotated[str, typer.Argument(help="target model: a folder, or a hub id")],
+    source: Annotated[str, typer.Argument(help=SOURCE)],
+    target: Annotated[str, typer.Argument(help=TARGET)],
     config: CalibrationConfig,
     text: Annotated[
-        Path | None, typer.Option(help="plain text, JSONL, or a folder of such files")
+        Path | None,
+        typer.Option(
+            help="what to read: plain text (one document), JSONL (one a line), or a folder of such "
+            "files"
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="the .moments.safetensors file to write")] = None,
     resume: Annotated[
@@ -46,6 +50,9 @@ def calibrate(
     json: JsonOption = None,
 ) -> None:
     """Read text with both models once and add up the moments that every fit is made from.
+
+    Moments are sums of products of both models' keys and values, with RoPE removed. --text and
+    --out are needed for all but --estimate.
 
     Under torchrun every rank reads its share of the documents, and rank 0 writes the sum.
     """

@@ -20,7 +20,7 @@ def demo(
     out: Annotated[Path, typer.Option(help="folder to write to")] = Path("kvmap-demo"),
     json: JsonOption = None,
 ) -> None:
-    """The whole way on the tiny family: calibrate, fit, hand over, generate, evaluate."""
+    """The whole way on tiny models that come along: calibrate, fit, hand over, evaluate."""
     with progress() as show:
         pairs = run_demo(out, show)
     for pair in pairs:

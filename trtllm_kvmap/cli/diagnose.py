@@ -34,7 +34,10 @@ def diagnose(
     config: EvaluationConfig,
     length: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="also judge contexts of so many tokens; repeatable"),
+        typer.Option(
+            min=1,
+            help="also judge contexts of so many tokens (not of published tasks); repeatable",
+        ),
     ] = None,
     json: JsonOption = None,
 ) -> None:

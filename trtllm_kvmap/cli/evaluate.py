@@ -62,7 +62,12 @@ def evaluate(
         bool, typer.Option("--attach", help="store the evidence in the map, if controls passed")
     ] = False,
 ) -> None:
-    """Judge a map: every arm and every control, on items that neither fit nor selection saw."""
+    """Judge a map: every arm and every control, on items that neither fit nor selection saw.
+
+    An arm is a way to answer: each model alone, the target on the mapped cache, repaired or not,
+    copied, of a wrong document. Controls must pass, or nothing is reported. Gap recovered is
+    (mapped - source) / (target - source): 0 is the source alone, 1 the target itself.
+    """
     if tasks and (html or markdown or latency or attach):
         raise InputError(
             "--html, --markdown, --latency and --attach are of one report; give --task, one at a "

@@ -54,7 +54,8 @@ def fit(
 ) -> None:
     """Solve moments for a map. Of several candidates the target's own held-out loss chooses one.
 
-    The items of --task choose among the candidates; evaluate refuses to report on them.
+    Every combination of repeated options is a candidate. The items of --task choose among them, and
+    evaluate refuses to report on those.
     """
     candidates = grid.candidates()
     if estimate:

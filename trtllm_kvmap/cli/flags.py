@@ -15,11 +15,16 @@ import typer
 Result = TypeVar("Result")
 
 KvMapArgument = Annotated[Path, typer.Argument(help="a .kvmap.safetensors file")]
-SourceOption = Annotated[str, typer.Option(help="source model: a folder, or a hub id")]
-TargetOption = Annotated[str, typer.Option(help="target model: a folder, or a hub id")]
+MODEL = "a folder, or a hub id (org/name)"
+SOURCE, TARGET = f"source model, which reads: {MODEL}", f"target model, which answers: {MODEL}"
+SourceOption = Annotated[str, typer.Option(help=SOURCE)]
+TargetOption = Annotated[str, typer.Option(help=TARGET)]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="write the result here as JSON")]
 UnprovenOption = Annotated[
-    bool, typer.Option("--allow-unproven", help="load a map that no evidence proves")
+    bool,
+    typer.Option(
+        "--allow-unproven", help="load a map that no evidence proves (evaluate --attach gives it)"
+    ),
 ]
 
 

@@ -37,8 +37,12 @@ class GenerateConfig:
     """How a prompt is handed over and continued."""
 
     max_new_tokens: int = field(default=32, metadata={"help": "tokens to generate, greedily"})
-    first_tokens: int = field(default=1, metadata={"help": "S: first tokens the target computes"})
-    repair_window: int = field(default=32, metadata={"help": "N: last tokens the target computes"})
+    first_tokens: int = field(
+        default=1, metadata={"help": "S: first tokens that the target computes itself"}
+    )
+    repair_window: int = field(
+        default=32, metadata={"help": "N: last tokens that the target computes itself"}
+    )
     selected_tokens: int = field(
         default=0,
         metadata={

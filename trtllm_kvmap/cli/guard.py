@@ -35,7 +35,7 @@ def guard(
     ] = None,
     json: JsonOption = None,
 ) -> None:
-    """Set the guard of a map: from which signals on a hand-over is taken back and the prompt read.
+    """Set the guard of a map: by which signals a hand-over is taken back and the prompt read.
 
     The items, --num-items of each kind, are handed over by the map and by damaged copies of it.
     Give every kind of traffic that the map will meet, items that neither fit, selection nor report

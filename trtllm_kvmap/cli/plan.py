@@ -40,7 +40,8 @@ def plan(
         ),
     ] = None,
     mirrored: Annotated[
-        bool, typer.Option("--mirrored", help="the target's cache is kept mapped already")
+        bool,
+        typer.Option("--mirrored", help="the target stands by: its cache is kept mapped already"),
     ] = False,
     speeds: Annotated[
         Path | None,

@@ -24,14 +24,19 @@ def refine(
     kvmap: KvMapArgument,
     source: SourceOption,
     target: TargetOption,
-    text: Annotated[Path, typer.Option(help="plain text, JSONL, or a folder of such files")],
+    text: Annotated[
+        Path, typer.Option(help="what to train on: plain text, JSONL, or a folder of files")
+    ],
     out: Annotated[Path, typer.Option(help="the .kvmap.safetensors file to write")],
     config: RefineConfig,
     max_tokens: Annotated[
         int, typer.Option(help="longer documents are read in windows of so many tokens")
     ] = 512,
 ) -> None:
-    """Train second terms beside a map's matrices: a residual on the target's KL, or an MLP."""
+    """Train a small network beside each matrix of a map, for what a matrix alone does not reach.
+
+    The map that is written has no evidence: evaluate it again.
+    """
     require_writable(out)
     if max_tokens < config.skip_first + 2:
         raise InputError(

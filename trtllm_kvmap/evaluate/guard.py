@@ -51,7 +51,9 @@ class GuardConfig:
     )
     missed: float = field(
         default=0.01,
-        metadata={"help": "the share of bad hand-overs, of each task, that may be let through"},
+        metadata={
+            "help": "the share of bad hand-overs, of each kind of traffic, that may be let through"
+        },
     )
     taken_back: float = field(
         default=0.1, metadata={"help": "the share of other hand-overs that may be taken back"}

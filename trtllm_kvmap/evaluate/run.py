@@ -52,13 +52,13 @@ class EvaluationConfig:
         default=32, metadata={"help": "N: last tokens that the target computes itself"}
     )
     rollout_steps: int = field(
-        default=16, metadata={"help": "greedy tokens compared with the target's own"}
+        default=16, metadata={"help": "greedy tokens of each answer compared with the target's own"}
     )
     length_normalised: bool = field(
         default=False,
         metadata={"help": "divide the score of a choice by its length (see docs/tasks.md)"},
     )
-    resamples: int = field(default=2000, metadata={"help": "draws of the bootstrap"})
+    resamples: int = field(default=2000, metadata={"help": "draws of the bootstrap, for intervals"})
     backend: Backend = field(default="cpu", metadata={"help": "what runs the map"})
 
     def __post_init__(self) -> None:

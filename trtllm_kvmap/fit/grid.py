@@ -25,17 +25,25 @@ class FitGrid:
         default=(4,), metadata={"help": "source layers a head reads (head, pooled); repeatable"}
     )
     n: tuple[int, ...] = field(
-        default=(8,), metadata={"help": "slices a head reads (slice); repeatable"}
+        default=(8,),
+        metadata={"help": "source heads, of any layer, that a head reads (slice); repeatable"},
     )
     ridge: tuple[float, ...] = field(
         default=(1e-3,),
         metadata={"help": "penalty, relative to each slice's mean variance; repeatable"},
     )
     fields: Literal["same", "both"] = field(
-        default="same", metadata={"help": "read keys for keys and values for values, or both"}
+        default="same",
+        metadata={
+            "help": "same: keys are read for keys, values for values; both: both for either (after "
+            "calibrate --joint)"
+        },
     )
     own_slices: bool = field(
-        default=True, metadata={"help": "also read the target's own layer 0 (slice)"}
+        default=True,
+        metadata={
+            "help": "also read the target's own layer 0, which the token alone decides (slice)"
+        },
     )
     rank: tuple[int, ...] = field(
         default=(0,), metadata={"help": "rank of each matrix, 0 for full; repeatable"}

@@ -17,32 +17,32 @@ class RefineConfig:
         default="residual",
         metadata={
             "help": "residual: a narrow network trained on what the target then says (KL); mlp: a "
-            "wide one trained on the target's keys and values, for pairs that no matrix fits."
+            "wide one trained on the target's keys and values, for pairs that no matrix fits"
         },
     )
     hidden: int = field(
-        default=0, metadata={"help": "Channels of the network (0: 16 for residual, 1,024 for mlp)."}
+        default=0, metadata={"help": "channels of the network (0: 16 for residual, 1,024 for mlp)"}
     )
     teacher: Literal["target", "source"] = field(
         default="target",
-        metadata={"help": "Whose next words the mapped target is trained to say (residual)."},
+        metadata={"help": "whose next words the mapped target is trained to say (residual)"},
     )
     steps: int = field(
-        default=400, metadata={"help": "Steps of the optimiser: documents, or batches of tokens."}
+        default=400, metadata={"help": "steps of the optimiser: documents, or batches of tokens"}
     )
     learning_rate: float = field(
-        default=3e-3, metadata={"help": "Of Adam, at the start; it falls to 0 (cosine)."}
+        default=3e-3, metadata={"help": "of Adam, at the start; it falls to 0 (cosine)"}
     )
-    batch_tokens: int = field(default=1024, metadata={"help": "Tokens in a batch (mlp)."})
+    batch_tokens: int = field(default=1024, metadata={"help": "tokens in a batch (mlp)"})
     skip_first: int = field(
-        default=4, metadata={"help": "First tokens of a document, which are never mapped."}
+        default=4, metadata={"help": "first tokens of a document, which are never mapped"}
     )
     held_out: float = field(
         default=0.2,
-        metadata={"help": "Share of the documents that choose the scale and train nothing."},
+        metadata={"help": "share of the documents that choose the scale and train nothing"},
     )
     seed: int = field(
-        default=0, metadata={"help": "Draws the first weights and the order of the text."}
+        default=0, metadata={"help": "draws the first weights and the order of the text"}
     )
 
     def __post_init__(self) -> None:

@@ -37,7 +37,7 @@ class TaskConfig:
         metadata={"help": "longest context of tiny, every context of text and generated tasks"},
     )
     scored_tokens: int = field(
-        default=40, metadata={"help": "length of the scored continuation of tiny and text"}
+        default=40, metadata={"help": "length of the scored continuation of tiny, text and prompts"}
     )
     questions: int = field(
         default=6, metadata={"help": "questions per document of tiny and generated tasks"}
