@@ -112,6 +112,20 @@ def test_a_task_that_cannot_be_read(
     assert said in complaint([*command(verb, work), *options])
 
 
+@pytest.mark.parametrize("verb", ["fit", "evaluate"])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--questions", 0], "No item has a question"),
+        (["--metric", "nll", "--scored-tokens", 0], "No item has a continuation"),
+    ],
+)
+def test_items_without_what_the_metric_needs(
+    verb: str, options: list, said: str, work: dict, complaint: Callable
+) -> None:
+    assert said in complaint([*command(verb, work), "--num-items", 2, *options])
+
+
 @pytest.mark.parametrize(
     ("verb", "options", "said"),
     [

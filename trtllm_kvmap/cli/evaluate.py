@@ -31,7 +31,7 @@ from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.evaluate.gates import Gates
 from trtllm_kvmap.evaluate.latency import WAYS, measure_latency, turn_ratios
 from trtllm_kvmap.evaluate.report.report import evidence, table
-from trtllm_kvmap.evaluate.run import EvaluationConfig
+from trtllm_kvmap.evaluate.run import EvaluationConfig, require_scorable
 from trtllm_kvmap.evaluate.run import evaluate as run_evaluation
 from trtllm_kvmap.evaluate.suite import evaluate_tasks, suite_table, task_configs
 from trtllm_kvmap.evaluate.tasks.named import TaskConfig, read_items
@@ -89,6 +89,7 @@ def evaluate(
         write_json(json, {"tasks": {name: report.to_json() for name, report in reports.items()}})
         return
     items = read_items(task_config, tokenizer)
+    require_scorable(items, config.metric)
     source_model, target_model = load_model(source), load_model(target)
     with counted("evaluate", len(items)) as show:
         report = run_evaluation(

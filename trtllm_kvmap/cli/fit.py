@@ -17,7 +17,7 @@ from trtllm_kvmap.cli.app import counted, say, verb, write_json
 from trtllm_kvmap.cli.flags import JsonOption, config_flags
 from trtllm_kvmap.cli.inspect import describe
 from trtllm_kvmap.errors import InputError
-from trtllm_kvmap.evaluate.run import EvaluationConfig
+from trtllm_kvmap.evaluate.run import EvaluationConfig, require_scorable
 from trtllm_kvmap.evaluate.select import ChooseBy, select
 from trtllm_kvmap.evaluate.tasks.named import TaskConfig, read_items
 from trtllm_kvmap.fit import FitConfig
@@ -92,6 +92,7 @@ def _choose(
         raise InputError("Candidates are chosen from one moments file; give one, or one candidate.")
     require_backend(config.backend)
     items = read_items(task_config, describe_pair(source, target)[1].tokenizer)
+    require_scorable(items, config.metric)
     known = MomentSet.load(moments[0])
     loaded = load_model(source), load_model(target)
     prints = loaded[0].fingerprint, loaded[1].fingerprint
