@@ -48,7 +48,7 @@ class Quiet:
     def rest(self, seconds: float) -> None:
         """Stand still for so long, whether or not answers are made."""
         with self._changed:
-            self._changed.wait_for(lambda: self._ended, seconds)
+            self._changed.wait_for(lambda: self._ended, min(seconds, threading.TIMEOUT_MAX))
 
     def end(self) -> None:
         """Nothing waits from now on."""
