@@ -174,7 +174,7 @@ def test_a_conversation_counts_once_in_a_batch_and_tenants_have_their_own(
     assert not counted.path.exists()
 
 
-@pytest.mark.parametrize("why", ["folder", "model", "offer"])
+@pytest.mark.parametrize("why", ["folder", "save", "model", "offer"])
 def test_the_first_error_is_logged_once_ends_the_counting_and_no_request(
     why: str,
     pair: Pair,
@@ -182,17 +182,20 @@ def test_the_first_error_is_logged_once_ends_the_counting_and_no_request(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    (tmp_path / "file").write_text("in the folder's way")
+    if why == "folder":
+        (tmp_path / "moments").write_text("in the folder's way")
 
     def breaks(*_: object) -> Any:
         raise RuntimeError("planted")
 
+    if why == "save":
+        monkeypatch.setattr(MomentSet, "save", breaks)
     if why == "model":
         monkeypatch.setattr("trtllm_kvmap.calibrate.traffic.captured", breaks)
     if why == "offer":
         monkeypatch.setattr(TrafficMoments, "offer", breaks)
-    counted = CountedAnswerer(pair.answerer, tmp_path / "file" / "moments", 1.0, BATCH)
-    good = {"folder": 3, "model": 1, "offer": 0}[why]
+    counted = CountedAnswerer(pair.answerer, tmp_path / "moments", 1.0, BATCH)
+    good = {"folder": 0, "save": 3, "model": 1, "offer": 0}[why]
     for number in range(6):
         answered = served(pair, counted, prompt=prompt(number), consent=True)
         assert taken(answered) == ("queued" if number < good else "stopped")
@@ -233,6 +236,8 @@ def test_the_columns_are_those_that_the_map_was_fitted_from(pair: Pair, tmp_path
         ([record], asked),
         ([record, record], JOINT),
         ([{**record, "config": {**record["config"], "weighting": "attention"}}], JOINT),
+        ([{**record, "config": {"skip_first": 2}}], CalibrationConfig(skip_first=2)),
+        ([{"documents": 2, "tokens": 90}], JOINT),  # made by hand, or by an earlier release
         ([], JOINT),
     ):
         answerer = TargetAnswerer(pair.target, pair.path)

@@ -64,7 +64,7 @@ class Job:
 class Event:
     """A piece of an answer. The last one has a ``finish_reason`` (stop or length) and the counts:
     prompt, completion, mapped and repaired tokens, milliseconds, bytes of source KV received, and
-    what became of the prompt as ``traffic`` (serve.traffic; empty: nothing was to).
+    what became of the prompt as ``traffic`` (serve.traffic; empty: it was not to be counted).
     """
 
     text: str

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from trtllm_kvmap.artifact.kvmap import KvMap
+from trtllm_kvmap.artifact.whole import require_writable
 from trtllm_kvmap.calibrate.config import CalibrationConfig
 from trtllm_kvmap.calibrate.sent import SentKv
 from trtllm_kvmap.calibrate.traffic import TrafficConfig, TrafficMoments
@@ -54,6 +55,7 @@ class CountedAnswerer:
         if answerer.kvmap is None:  # nothing is mapped either, and the answers say why
             return
         try:
+            require_writable(self.path)  # now, not when the first batch is full
             self._traffic = TrafficMoments(
                 _source_of(answerer.kvmap),
                 answerer.loaded,
@@ -116,13 +118,14 @@ class CountedAnswerer:
 
 def _columns_of(kvmap: KvMap) -> CalibrationConfig:
     """Those that the map was fitted from, so that these moments add to its own; where that was
-    several files or weighed tokens, keys and values together, from which any map can be fitted.
+    several files, weighed tokens, or is not said, keys and values together, from which any map can
+    be fitted.
     """
     records = kvmap.fitted.get("moments", [])
-    if len(records) != 1 or records[0]["config"]["weighting"] != "uniform":
+    config = records[0].get("config") if len(records) == 1 else None
+    if config is None or config.get("weighting", "uniform") != "uniform":
         return CalibrationConfig(joint=True)
-    config = records[0]["config"]
-    return CalibrationConfig(**{**config, "layers": tuple(config["layers"])})
+    return CalibrationConfig(**{**config, "layers": tuple(config.get("layers", ()))})
 
 
 def _source_of(kvmap: KvMap) -> RemoteModel:
