@@ -26,21 +26,26 @@ def state_of_stubs(server: int, models: Mapping[int, str]) -> str:
             fields = rest.split()
             if name == NAME and int(fields[1]) == server:
                 model = models.get(int(folder.name), "unknown model")
-                lines.append(f"{model}, process {folder.name}: {_state(folder, fields)}")
+                lines.append(f"{model}, process {folder.name}: {state_of(folder, fields)}")
         except OSError:
             continue  # it ended meanwhile
     return "\n".join([*lines, _memory(server)])
 
 
-def _state(folder: Path, fields: list[str]) -> str:
-    """``fields`` are those of /proc/<pid>/stat behind the name."""
+def state_of(folder: Path, fields: list[str]) -> str:
+    """Of the process of a folder /proc/<pid>; ``fields`` are those of its ``stat`` behind the name.
+    Where in the kernel it waits (wchan) is said where the kernel tells.
+    """
     letter, exit_code = fields[0], int(fields[49])
     if letter in "ZX":
         if number := exit_code & 0x7F:
             return f"dead, ended by {signal.Signals(number).name}"
         return f"dead, ended with status {exit_code >> 8}"
-    waits_in = (folder / "wchan").read_text()
-    return f"{STATES.get(letter, letter)}, in {waits_in if waits_in.strip('0') else 'user code'}"
+    try:
+        waits_in = (folder / "wchan").read_text().strip("0")
+    except OSError:
+        waits_in = ""
+    return STATES.get(letter, letter) + (f", in {waits_in}" if waits_in else "")
 
 
 def _memory(server: int) -> str:

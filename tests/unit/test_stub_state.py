@@ -14,7 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "build_scripts"))
 
-from stub_state import state_of_stubs
+from stub_state import state_of, state_of_stubs
 
 if sys.platform != "linux":
     pytest.skip("it reads /proc, which is Linux's", allow_module_level=True)
@@ -52,3 +52,13 @@ def test_the_living_the_stopped_and_the_dead_are_told_apart(tmp_path: Path) -> N
         for each in [*started, bystander]:
             each.kill()
             each.wait()
+
+
+def test_where_a_process_waits_is_said_only_where_the_kernel_tells(tmp_path: Path) -> None:
+    asleep, at_work = (f"{state}{' 0' * 50}".split() for state in "SR")
+    assert state_of(tmp_path, asleep) == "sleeping"
+    (tmp_path / "wchan").write_text("0")
+    assert state_of(tmp_path, asleep) == "sleeping"
+    assert state_of(tmp_path, at_work) == "running"
+    (tmp_path / "wchan").write_text("pipe_read")
+    assert state_of(tmp_path, asleep) == "sleeping, in pipe_read"
