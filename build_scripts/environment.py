@@ -54,6 +54,7 @@ class Environment:
         started = time.monotonic()
         wants = ", ".join((*self.requirements, *self.data, *self.frozen))
         print(f"Setting up {self.folder} ({wants}) ...", flush=True)
+        stamp.unlink(missing_ok=True)  # what is half installed is not what was ready before
         self._make()
         # Together, so that the pins hold for what the package itself asks for.
         package = () if self.over else ("--editable", f"{ROOT}[test]")

@@ -69,3 +69,12 @@ def test_a_failure_says_what_the_disk_has_left(
         Environment(".venv-over", ("no-index",), over=below).ensure()  # below has no pip
     assert "No module named pip" in capfd.readouterr().err
     assert not (environment.ROOT / ".venv-over" / "ready").exists()
+
+
+def test_what_was_half_installed_is_not_ready_when_the_old_is_asked_for_again(
+    below: Environment,
+) -> None:
+    with pytest.raises(SystemExit):
+        Environment(".venv", ("no-index",)).ensure()  # it has no pip
+    with pytest.raises(SystemExit):
+        below.ensure()
