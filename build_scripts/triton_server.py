@@ -70,9 +70,8 @@ class TritonServer:
         self._process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_SECONDS)
-        with contextlib.suppress(ProcessLookupError):  # the rule: nothing is left
-            # Stubs, which may outlive a server that crashed.
-            os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # where nothing is left
+            os.killpg(self._process.pid, signal.SIGKILL)  # stubs outlive a server that crashed
         self._process.wait()
 
     @property

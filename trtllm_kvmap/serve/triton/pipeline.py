@@ -66,7 +66,7 @@ class TritonPythonModel:
             send_all(request, respond, on_error=self.counters.count_error)
 
     def finalize(self) -> None:
-        # Triton 2.51 destroys a stub before its metrics, which then crash in it: no news by now.
+        # Triton 2.51 ends a stub before its metrics, which then crash in it (server#8662): no news.
         faulthandler.disable()
 
     def _responses(self, request: Any) -> Iterator[Any]:
