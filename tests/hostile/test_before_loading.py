@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,16 @@ def complaint(
 @pytest.mark.parametrize("verb", READING)
 def test_a_target_that_is_not_there(verb: str, work: dict, complaint: Callable) -> None:
     assert "There is no such folder" in complaint(command(verb, work, target="./none"))
+
+
+@pytest.mark.parametrize("verb", READING)
+def test_a_target_without_weights(
+    verb: str, work: dict, complaint: Callable, tmp_path: Path
+) -> None:
+    bare = shutil.copytree(
+        work["pair"][1], tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors")
+    )
+    assert "There are no weights in this folder" in complaint(command(verb, work, target=bare))
 
 
 @pytest.mark.parametrize("verb", READING)

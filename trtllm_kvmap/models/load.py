@@ -18,6 +18,8 @@ from trtllm_kvmap.models.loaded import LoadedModel, different_tokenizers
 from trtllm_kvmap.models.tokenizer import load_tokenizer, tokenizer_digest
 from trtllm_kvmap.spec.model import ModelSpec
 
+WEIGHTS = (".safetensors", ".bin")  # how the names of files end that transformers loads
+
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
@@ -44,9 +46,14 @@ def describe_pair(
     source: str | Path, target: str | Path
 ) -> tuple[ModelDescription, ModelDescription]:
     """describe_model of both, which tells before any weights are loaded what can never be mapped.
-    Raises MismatchError unless both read the same token ids.
+    Raises InputError for a folder without weights, MismatchError unless both read the same token
+    ids.
     """
     pair = describe_model(source), describe_model(target)
+    for given in (source, target):
+        folder = Path(given)
+        if folder.is_dir() and not any(f.suffix in WEIGHTS for f in folder.iterdir()):
+            raise _not_loadable(given, "There are no weights in this folder.")
     if pair[0].tokenizer_digest != pair[1].tokenizer_digest:
         raise different_tokenizers(pair[0].name, pair[1].name)
     return pair
