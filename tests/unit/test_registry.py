@@ -272,6 +272,14 @@ def test_a_writer_that_fails_half_way_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == [before.path]
 
 
+def test_a_name_longer_than_a_file_may_have_is_told(tmp_path: Path, pair: Pair) -> None:
+    kvmap = proven(pair)
+    named = replace(kvmap, source=replace(kvmap.source, name="m" * 300))
+    with pytest.raises(InputError, match="cannot be written to the registry"):
+        Registry(tmp_path).add(named)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_was_used_least_recently_leaves_first() -> None:
     made: list[str] = []
 

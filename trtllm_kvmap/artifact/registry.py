@@ -237,7 +237,12 @@ class Registry:
             raise InputError(f"{path} cannot be written to the registry ({error}).") from error
 
     def _is_file(self, path: str) -> bool:
-        return not isinstance(self._files, LocalFileSystem) or Path(path).is_file()
+        if not isinstance(self._files, LocalFileSystem):
+            return True
+        try:
+            return Path(path).is_file()
+        except OSError:  # a name too long, or a link that may not be followed
+            return False
 
     def _require_file(self, path: str) -> None:
         """Raise FormatError for what is there and no file: who opens a pipe waits, and what is
