@@ -552,8 +552,8 @@ def test_too_little_to_decide_is_said(
     tiny: Tiny,
 ) -> None:
     source, target, moments, held_out, old = tiny
-    with pytest.raises(InputError, match="19 prompts were held out; at least 20 are needed"):
-        promote(old, old, source, target, held_out[:19], JUDGED)
+    with pytest.raises(InputError, match="19 different prompts were held out; at least 20"):
+        promote(old, old, source, target, held_out[:19] * 2, JUDGED)
     with pytest.raises(InputError, match="does not say how it was fitted"):
         refit(replace(old, fitted={}), moments)
 

@@ -81,9 +81,10 @@ def promote(
 ) -> tuple[KvMap, Trial]:
     """The map to serve with from now on, and the trial that decided.
 
-    ``prompts`` (token ids) were held out of what ``new`` was fitted on. Every other one is for the
-    trial; when ``new`` wins, the rest give the report whose evidence it then carries. Otherwise
-    ``old`` stays, as it is. Of ``config`` everything but ``metric`` is read, which is nll.
+    ``prompts`` (token ids) were held out of what ``new`` was fitted on; of those that differ only
+    in what is scored, one counts. Every other one is for the trial; when ``new`` wins, the rest
+    give the report whose evidence it then carries. Otherwise ``old`` stays, as it is. Of ``config``
+    everything but ``metric`` is read, which is nll.
 
     Both halves ask whether the 95 % interval of a paired difference lies above zero. By chance that
     says 2.5 %, and is more for few prompts: a bootstrap of n takes the spread of their mean for
@@ -92,16 +93,16 @@ def promote(
     9 % of the time for 4, 5.1 % for 9, 4.8 % for 10. At most twice what the interval says is
     allowed, so each half has ten; more are better, above all where differences are skewed.
 
-    Raises InputError for fewer than FEWEST prompts, UnprovenError when a control of the report
-    fails or the report does not prove ``new`` (see artifact.evidence.unproven), MismatchError for
-    other models.
+    Raises InputError for fewer than FEWEST different prompts, UnprovenError when a control of the
+    report fails or the report does not prove ``new`` (see artifact.evidence.unproven),
+    MismatchError for other models.
     """
     config = replace(config, metric="nll")
-    items = traffic_items(prompts)
+    items = list({item.digest: item for item in traffic_items(prompts)}.values())
     if len(items) < FEWEST:
         raise InputError(
-            f"{len(items)} prompts were held out; at least {FEWEST} are needed, so that a map does "
-            f"not pass by chance. Wait for more traffic."
+            f"{len(items)} different prompts were held out; at least {FEWEST} are needed, so that "
+            f"a map seldom passes by chance. Wait for more traffic."
         )
     trial = compare(old, new, source, target, items[::2], config)
     if not trial.promoted:
