@@ -55,13 +55,13 @@ def read_documents(
             ids = _token_ids(content, model, where)
             if len(ids) < min_tokens:
                 raise InputError(
-                    f"{where} has {len(ids)} tokens, and calibration needs at least {min_tokens} "
-                    f"in a document. Take it out, join it to another, or lower skip_first."
+                    f"{where} has {len(ids)} tokens, and at least {min_tokens} are needed in a "
+                    f"document. Take it out, or join it to another."
                 )
             windows = _windows(ids, _bos(model), max_tokens)
             documents += [window for window in windows if len(window) >= min_tokens]
     if not documents:
-        raise InputError(f"{path} holds no document; give text to calibrate on.")
+        raise InputError(f"{path} holds no document; give text.")
     return documents
 
 
@@ -88,12 +88,12 @@ def _files(path: Path) -> list[Path]:
         if path.is_file():
             return [path]
         if not path.is_dir():
-            raise InputError(f"There is no file or folder {path}; give text to calibrate on.")
+            raise InputError(f"There is no file or folder {path}; give text.")
         files = sorted(file for file in path.iterdir() if file.is_file())
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror}).") from error
     if not files:
-        raise InputError(f"The folder {path} holds no file; give text to calibrate on.")
+        raise InputError(f"The folder {path} holds no file; give text.")
     return files
 
 
@@ -106,7 +106,7 @@ def _contents(file: Path) -> Iterator[tuple[str, Content]]:
     except OSError as error:
         raise InputError(f"{file} cannot be read ({error.strerror}).") from error
     if not text.strip():
-        raise InputError(f"{file} is empty; give text to calibrate on.")
+        raise InputError(f"{file} is empty; give text.")
     if file.suffix != ".jsonl":
         yield str(file), text
         return
