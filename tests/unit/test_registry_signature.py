@@ -139,6 +139,19 @@ def test_a_link_to_a_signature_is_one(tmp_path: Path, random_model: Callable) ->
     assert [each.signed for each in registry.entries()] == [True]
 
 
+def test_verify_blames_no_map_for_a_key_that_is_none(
+    tmp_path: Path, random_model: Callable
+) -> None:
+    pair = random_model("qwen3", seed=1), random_model("qwen3", seed=2, layers=3)
+    folder, key = tmp_path / "maps", tmp_path / "key.pem"
+    Registry(folder).add(vouched(random_map(*pair)))
+    key.write_text("no key")
+    result = CliRunner().invoke(app, ["registry", "verify", str(folder), "--public-key", str(key)])
+    assert result.exit_code == 2
+    assert "no PEM file" in result.output
+    assert ".kvmap.safetensors" not in result.output
+
+
 def test_keys_that_are_none_are_refused() -> None:
     private, public = new_keys()
     with pytest.raises(FormatError, match="no PEM"):

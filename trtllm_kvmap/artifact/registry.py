@@ -22,7 +22,7 @@ from trtllm_kvmap.artifact.listing import list_files
 from trtllm_kvmap.artifact.resident import Resident
 from trtllm_kvmap.artifact.signature import SUFFIX as SIGNATURE
 from trtllm_kvmap.artifact.signature import require_signature, sign
-from trtllm_kvmap.errors import FormatError, InputError, KvMapError, MismatchError
+from trtllm_kvmap.errors import FormatError, InputError, KvMapError, MismatchError, UnprovenError
 
 SUFFIX = ".kvmap.safetensors"
 
@@ -131,7 +131,9 @@ class Registry:
         return kvmap
 
     def problems(self, entry: Entry) -> list[str]:
-        """What speaks against the map of ``entry``, read as a whole; empty when nothing does."""
+        """What speaks against the map of ``entry``, read as a whole; empty when nothing does.
+        Raises FormatError, InputError or UnavailableError where the public key cannot be used.
+        """
         found = []
         try:
             (kvmap, named), _ = self._read(entry)
@@ -151,8 +153,11 @@ class Registry:
         if self.public_key is not None:
             try:
                 signature = self._signature(entry)
+            except (FormatError, OSError) as error:
+                return [*found, str(error)]
+            try:
                 require_signature(entry.path, entry.digest, signature, self.public_key)
-            except (KvMapError, OSError) as error:
+            except UnprovenError as error:  # any other is of the key, not of the map
                 found.append(str(error))
         return found
 
