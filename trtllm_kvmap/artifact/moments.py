@@ -77,8 +77,8 @@ class MomentPart:
 
     A fit can only use slices that stand in one part together. ``slices`` may include the target's
     own layer 0 (origin "target"); ``targets`` are the target's slices to be predicted. ``cost``,
-    float64 [targets, head_dim, head_dim], is there when rows were weighed: e^T M e is what an error
-    e of each target slice costs (calibrate/regard.py).
+    float64 [targets, head_dim, head_dim], is there when rows were weighed: with its matrix M of a
+    target slice, e^T M e is what an error e of that slice costs (calibrate/regard.py).
     """
 
     slices: tuple[Slice, ...]
