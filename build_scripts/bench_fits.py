@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fit_bench import JUDGED, PLAN, Bench
 from fit_failing import failing
 from fit_own_layers import own_layers_curve
+from fit_pair import JUDGED, PLAN, Bench
 from fit_position_bias import position_bias_curve
 from fit_predictors import predictors
 from fit_ranks import low_ranks

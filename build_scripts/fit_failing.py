@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fit_bench import Bench
+from fit_pair import Bench
 from fit_ways import FAILING, MLP
 
 from trtllm_kvmap.evaluate.bootstrap import figure

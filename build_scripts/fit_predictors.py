@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from fit_bench import Bench
+from fit_pair import Bench
 
 
 def predictors(bench: Bench) -> dict[str, float]:

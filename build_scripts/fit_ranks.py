@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fit_bench import Bench
+from fit_pair import Bench
 
 from trtllm_kvmap.artifact.moments import MomentSet
 from trtllm_kvmap.evaluate.bootstrap import figure

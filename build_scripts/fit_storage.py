@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fit_bench import Bench
+from fit_pair import Bench
 from fit_ways import BOTH
 
 from trtllm_kvmap.fit import FitConfig, fit
