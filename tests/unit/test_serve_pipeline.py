@@ -176,6 +176,18 @@ def test_a_read_that_cannot_be_used(pair: Pair, broken: str) -> None:
     assert said.startswith("fallback_reprefill hand_over_failed: ")
 
 
+def test_a_read_of_another_prompt(pair: Pair) -> None:
+    """Of as many tokens, so that nothing else about it is wrong: a late answer of the source."""
+
+    def read(token_ids: list[int], owner: tuple[str, str], judged: int) -> Any:
+        return pair.reader.read([*token_ids[:-2], token_ids[-1], token_ids[-2]], owner, judged)
+
+    said = refused(pair, pair.pipeline(read=read))
+    assert said.startswith(
+        "fallback_reprefill hand_over_failed: The source sent the keys and values"
+    )
+
+
 def test_a_read_of_another_model(pair: Pair, random_model: Callable) -> None:
     stranger = SourceReader(random_model("llama", layers=3, kv_heads=4, seed=5))
     said = refused(pair, pair.pipeline(read=stranger.read))

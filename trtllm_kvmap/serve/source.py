@@ -9,6 +9,7 @@ import torch
 
 from trtllm_kvmap.decode.prefill import prefill, token_losses
 from trtllm_kvmap.decode.session.prefix import common_prefix
+from trtllm_kvmap.exchange.offer import token_digest
 from trtllm_kvmap.inject.hf_cache import (
     HfCache,
     empty_cache,
@@ -27,7 +28,8 @@ class SourceRead:
 
     ``kv`` [2, num_layers, num_kv_heads, num_tokens, head_dim], keys (rotated) then values;
     ``rope_length`` is the length whose frequencies the keys were written with; ``model`` says who
-    wrote them; ``tokens_read`` of them were not held from an earlier turn. ``losses`` float64
+    wrote them; ``tokens_read`` of them were not held from an earlier turn; ``token_digest`` is that
+    of the tokens in ``kv``, by exchange.offer. ``losses`` float64
     [judged - 1] are the source's own of the last tokens, where they were asked for: what a guard
     weighs the target's against.
     """
@@ -36,6 +38,7 @@ class SourceRead:
     rope_length: int
     model: RemoteModel
     tokens_read: int
+    token_digest: str
     losses: torch.Tensor | None = None
 
 
@@ -78,7 +81,8 @@ class SourceReader:
             self._keep(token_ids, cache, owner)
         pool = view_pool(cache)
         kv = torch.stack([torch.cat(pool.keys), torch.cat(pool.values)])
-        return SourceRead(kv, length, self.model, len(token_ids) - held, losses)
+        tokens_read = len(token_ids) - held
+        return SourceRead(kv, length, self.model, tokens_read, token_digest(token_ids), losses)
 
     def _keep(self, token_ids: list[int], cache: HfCache, owner: Owner) -> None:
         longer, _ = self._held.get(owner, ([], None))

@@ -18,6 +18,7 @@ from trtllm_kvmap.decode.guard.guard import Guard
 from trtllm_kvmap.decode.guard.guarded import Guarded, hand_over_guarded
 from trtllm_kvmap.decode.prefill import prefill
 from trtllm_kvmap.errors import InputError, KvMapError, MismatchError, NumericsError, UnprovenError
+from trtllm_kvmap.exchange.offer import token_digest
 from trtllm_kvmap.inject.hf_cache import (
     HfCache,
     Pass,
@@ -185,7 +186,12 @@ class TargetAnswerer:
             return Outcome("fallback_reprefill", "not_judged", detail), None
         try:
             made = hand_over_guarded(
-                bridge, self.guard, _as_cache(read), token_ids, plan, source_losses=read.losses
+                bridge,
+                self.guard,
+                _as_cache(read, token_ids),
+                token_ids,
+                plan,
+                source_losses=read.losses,
             )
             if not bool(torch.isfinite(made.handoff.logits).all()):
                 raise NumericsError("The target computed NaN or infinity on the mapped cache.")
@@ -208,8 +214,13 @@ def _outcome_of(made: Guarded) -> Outcome:
     return Outcome("fallback_reprefill", "guard", made.reason)
 
 
-def _as_cache(read: SourceRead) -> HfCache:
+def _as_cache(read: SourceRead, token_ids: list[int]) -> HfCache:
+    """Raises MismatchError for the KV of other tokens: a server may hand on the late answer to an
+    earlier question as the answer to this one.
+    """
     count = read.kv.shape[3]
+    if read.token_digest != token_digest(token_ids[:count]):
+        raise MismatchError("The source sent the keys and values of another prompt.")
     cache = make_cache(read.model.spec, count, dtype=read.kv.dtype)
     keys, values = (tuple(layer[None] for layer in field) for field in read.kv)
     put_span(cache, 0, KvPool(keys, values))

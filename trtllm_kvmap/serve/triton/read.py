@@ -23,6 +23,7 @@ def read_to_tensors(read: SourceRead) -> list[Any]:
         "fingerprint": read.model.fingerprint.to_json(),
         "rope_length": read.rope_length,
         "tokens_read": read.tokens_read,
+        "token_digest": read.token_digest,
         "losses": None if read.losses is None else read.losses.tolist(),
     }
     return [kv_tensor(KV, read.kv), text_tensor(WRITTEN_BY, json.dumps(written_by))]
@@ -45,5 +46,6 @@ def read_from_tensors(request: Any) -> SourceRead | None:
         written_by["rope_length"],
         model,
         written_by["tokens_read"],
+        written_by["token_digest"],
         None if losses is None else torch.tensor(losses, dtype=torch.float64),
     )
