@@ -12,6 +12,7 @@ from evidence_case import vouched
 from test_routing import SPEEDS, evidence
 from typer.testing import CliRunner
 
+from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.calibrate.config import CalibrationConfig
 from trtllm_kvmap.calibrate.run import calibrate
 from trtllm_kvmap.cli.verbs import app
@@ -74,6 +75,17 @@ def test_plan_measures_both_models_and_keeps_the_speeds(kvmap: Path, tmp_path: P
     assert [n for n, _ in speeds.target_prefill.points] == [65, 130, 260]
     assert [n for n, _ in speeds.map.points] == [33, 98, 228]
     assert speeds.repair_window == 32  # the report's
+
+
+@pytest.mark.parametrize("said", [None, {}, {"config": None}, {"config": {"S": None, "N": "32"}}])
+def test_plan_measures_with_the_defaults_where_a_report_says_none(
+    kvmap: Path, tmp_path: Path, said: object
+) -> None:
+    models = "--source", model_folder("tiny-s"), "--target", model_folder("tiny-m")
+    odd = replace(KvMap.load(kvmap), evidence=said)
+    odd.save(tmp_path / "odd")
+    run(tmp_path / "odd", "--tokens", 66, "--measure", *models, "--speeds", tmp_path / "s.json")
+    assert Speeds.load(tmp_path / "s.json").repair_window == 32
 
 
 def test_plan_needs_speeds_and_evidence(kvmap: Path, tmp_path: Path) -> None:

@@ -76,6 +76,13 @@ def test_a_better_map_is_written_with_its_evidence_and_a_worse_one_is_not(
     assert {path: path.read_bytes() for path in before} == before
 
 
+def test_a_long_prompt_counts_once(work: Path, tmp_path: Path) -> None:
+    """Its windows would stand in both halves, and vouch for each other."""
+    short = ("--new", work / "old", "--max-tokens", 60)
+    said = promote(work, work / "old", tmp_path / "none", *short, status=1)
+    assert "Not promoted: on 10 prompts the new map gains 0.000" in said
+
+
 @pytest.mark.parametrize("options", [(), ("--new", "x", "--moments", "y")])
 def test_one_new_map_is_asked_for(work: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
     said = promote(work, work / "old", tmp_path / "new", *options, status=2)

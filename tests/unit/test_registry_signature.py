@@ -78,7 +78,7 @@ def test_only_maps_that_the_key_signed_are_loaded(tmp_path: Path, random_model: 
     assert strict.problems(entry) == []
     assert [e.signed for e in writer.entries() if e.path == entry.path] == [True]
     with pytest.raises(UnprovenError, match="not one of this map"):
-        Registry(tmp_path, public_key=foreign).load(*prints)
+        Registry(tmp_path, public_key=foreign).open(entry)
     signature = (tmp_path / f"{entry.path}.sig").read_text()
     for wrong in (signature[:-2], signature[:-1] + "x", "", signature.swapcase()[::-1]):
         with pytest.raises(UnprovenError):

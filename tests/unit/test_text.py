@@ -208,3 +208,11 @@ def test_the_digest_sees_every_token_and_every_border() -> None:
 )
 def test_the_shared_prefix(documents: list[list[int]], expected: list[int]) -> None:
     assert shared_prefix(documents, 4) == expected
+
+
+def test_only_the_first_windows_of_each_document(tmp_path: Path, loaded: LoadedModel) -> None:
+    (tmp_path / "a.jsonl").write_text(
+        '{"text": "<bos> after anna ben near again"}\n{"text": "ben near anna"}\n'
+    )
+    first = read_documents(tmp_path / "a.jsonl", loaded, min_tokens=2, max_tokens=3, max_windows=1)
+    assert first == [ids("<bos> after anna"), ids("ben near anna")]

@@ -55,7 +55,8 @@ def _key(side: str, pem: bytes) -> Any:
             found = serialization.load_pem_public_key(pem)
     except (ValueError, TypeError) as error:
         raise FormatError(
-            f"The {side} key is no PEM file of an unencrypted key ({error})."
+            f"The {side} key is no PEM file of an unencrypted key ({error}); give one, such as "
+            f"`openssl genpkey -algorithm ed25519` writes."
         ) from error
     wanted = ed25519.Ed25519PrivateKey if side == "private" else ed25519.Ed25519PublicKey
     if not isinstance(found, wanted):

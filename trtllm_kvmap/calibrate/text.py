@@ -17,6 +17,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,16 @@ Content = str | list[int] | Chat
 
 
 def read_documents(
-    path: str | Path, model: Reader, *, min_tokens: int, max_tokens: int
+    path: str | Path,
+    model: Reader,
+    *,
+    min_tokens: int,
+    max_tokens: int,
+    max_windows: int | None = None,
 ) -> list[list[int]]:
     """The documents of ``path``, tokenised by ``model``'s tokenizer, each of ``min_tokens`` to
-    ``max_tokens`` tokens. No weights are needed.
+    ``max_tokens`` tokens: a longer one in windows, of which the first ``max_windows`` are taken
+    (None: all). No weights are needed.
 
     Raises InputError, naming file and line, for a file that is missing, unreadable, empty, not
     UTF-8 or not JSON, a line without a usable field, a document of fewer than ``min_tokens``, token
@@ -58,7 +65,7 @@ def read_documents(
                     f"{where} has {len(ids)} tokens, and at least {min_tokens} are needed in a "
                     f"document. Take it out, or join it to another."
                 )
-            windows = _windows(ids, _bos(model), max_tokens)
+            windows = islice(_windows(ids, _bos(model), max_tokens), max_windows)
             documents += [window for window in windows if len(window) >= min_tokens]
     if not documents:
         raise InputError(f"{path} holds no document; give text.")

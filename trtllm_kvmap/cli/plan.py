@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -148,9 +149,9 @@ def _measure(
         require_writable(out)
     describe_pair(source, target)
     models = load_model(source), load_model(target)
-    config: dict[str, Any] = (kvmap.evidence or {}).get("config", {})
     bridge = KvBridge(kvmap, source=models[0], target=models[1])
-    needed = config.get("S", 1) + max(config.get("N", 32), 1)
+    first_tokens, repair_window = _repaired(kvmap)
+    needed = first_tokens + repair_window
     lengths = [max(tokens, 2 * needed)]
     while lengths[0] // 2 > needed and len(lengths) < MEASURED_LENGTHS:
         lengths.insert(0, lengths[0] // 2)
@@ -158,13 +159,24 @@ def _measure(
         bridge,
         models[0],
         lengths,
-        first_tokens=config.get("S", 1),
-        repair_window=max(config.get("N", 32), 1),
+        first_tokens=first_tokens,
+        repair_window=repair_window,
     )
     if out is not None:
         found.save(out)
         say(f"Wrote {out}")
     return found
+
+
+def _repaired(kvmap: KvMap) -> tuple[int, int]:
+    """S and N of the report, 1 and 32 where there is none or it does not say them."""
+    config = (kvmap.evidence or {}).get("config")
+    said = config if isinstance(config, Mapping) else {}
+    first, last = (
+        said[key] if type(said.get(key)) is int else default
+        for key, default in (("S", 1), ("N", 32))
+    )
+    return max(first, 0), max(last, 1)
 
 
 def _table(kvmap: KvMap, situation: Situation, found: Route, costs: dict[Choice, Compute]) -> Table:

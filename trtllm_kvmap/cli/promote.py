@@ -47,7 +47,7 @@ def promote(
         int, typer.Option(min=0, help="N: last tokens that the target computes itself")
     ] = 32,
     max_tokens: Annotated[
-        int, typer.Option(min=2, help="longer prompts are read in windows of so many tokens")
+        int, typer.Option(min=2, help="longer prompts are cut to so many tokens")
     ] = 1024,
     json: JsonOption = None,
 ) -> None:
@@ -61,7 +61,8 @@ def promote(
     require_writable(out)
     described = describe_pair(source, target)
     longest = min(max_tokens, *(model.spec.max_positions for model in described))
-    prompts = read_documents(text, described[1], min_tokens=2, max_tokens=longest)
+    # One window of each: two of one text would stand in both halves.
+    prompts = read_documents(text, described[1], min_tokens=2, max_tokens=longest, max_windows=1)
     served = KvMap.load(kvmap, allow_unproven=True)
     if new is None:
         candidate = refit(served, reduce(add, map(MomentSet.load, moments or ())))
