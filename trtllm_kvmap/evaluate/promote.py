@@ -102,7 +102,7 @@ def promote(
     if len(items) < FEWEST:
         raise InputError(
             f"{len(items)} different prompts were held out; at least {FEWEST} are needed, so that "
-            f"a map seldom passes by chance. Wait for more traffic."
+            f"a map seldom passes by chance. Wait for more traffic, or give more prompts."
         )
     trial = compare(old, new, source, target, items[::2], config)
     if not trial.promoted:
