@@ -86,7 +86,7 @@ def test_a_long_prompt_counts_once(work: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [(), ("--new", "x", "--moments", "y")])
 def test_one_new_map_is_asked_for(work: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
     said = promote(work, work / "old", tmp_path / "new", *options, status=2)
-    assert "promote needs --new, a map, or --moments" in said
+    assert "promote needs one new map: either --new, a map, or --moments" in said
     assert not list(tmp_path.iterdir())
 
 

@@ -76,11 +76,13 @@ def test_a_value_is_not_lost_under_a_mapping(value: object) -> None:
         merged({"a": value}, {"a": {"x": 1}})
 
 
-@pytest.mark.parametrize("content", ["- 1\n", "a: [1\n", ""])
-def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, content: str) -> None:
+@pytest.mark.parametrize(
+    ("content", "said"), [("- 1\n", r"got \[1\]"), ("a: [1\n", ""), ("", "got nothing")]
+)
+def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, content: str, said: str) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(content)
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match=rf"keys with values.*{said}"):
         read_yaml(path)
     with pytest.raises(InputError):
         read_yaml(tmp_path / "none.yaml")

@@ -156,4 +156,6 @@ def _prompt_text(prompt: str, prompt_file: Path | None) -> str:
     try:
         return prompt_file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"The prompt cannot be read from {prompt_file}: {error}.") from error
+        raise InputError(
+            f"The prompt cannot be read from {prompt_file} ({error}). Give a file of text in UTF-8."
+        ) from error

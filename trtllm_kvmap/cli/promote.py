@@ -57,7 +57,9 @@ def promote(
     Exit status 1, and no map written, when the gain is not above zero with its whole interval.
     """
     if (new is None) == (not moments):
-        raise InputError("promote needs --new, a map, or --moments, what to fit one from.")
+        raise InputError(
+            "promote needs one new map: either --new, a map, or --moments, what to fit one from."
+        )
     require_writable(out)
     described = describe_pair(source, target)
     longest = min(max_tokens, *(model.spec.max_positions for model in described))

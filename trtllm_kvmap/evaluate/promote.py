@@ -110,7 +110,7 @@ def promote(
     proof = evidence(evaluate(new, source, target, items[1::2], config))
     if why := unproven(proof, new.map_digest()):
         raise UnprovenError(
-            f"The new map beats the old one, and its report on the other prompts leaves it "
+            f"The new map beats the old one, but its report on the other prompts leaves it "
             f"unproven: {why}."
         )
     return new.with_evidence({**proof, "trial": asdict(trial)}), trial

@@ -35,7 +35,7 @@ def readable_slices(part: CentredPart, field: Field, config: FitConfig) -> list[
     if len({s.field for s in slices}) < len(wanted):
         raise MismatchError(
             f"The moments of {describe(part.targets)} do not hold both keys and values as sources; "
-            f"calibrate with joint on, or fit with fields=same."
+            f"calibrate with joint on (--joint), or fit with fields=same."
         )
     return slices
 

@@ -20,9 +20,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
-        raise InputError(f"{path} cannot be read as YAML ({reason}).") from error
+        raise InputError(
+            f"{path} cannot be read as YAML ({reason}). Give a file of keys with values."
+        ) from error
     if not isinstance(content, dict):
-        raise InputError(f"{path} must hold keys with values, got {type(content).__name__}.")
+        held = "nothing" if content is None else repr(content)
+        raise InputError(f"{path} must hold keys with values, got {held}.")
     return content
 
 

@@ -100,8 +100,8 @@ class Diagnosis:
         names = {f.name for f in fields(Diagnosis)}
         if not isinstance(entry, dict) or set(entry) != names:
             raise FormatError(
-                f"{name} is not a diagnosis: it needs exactly the entries "
-                f"{', '.join(sorted(names))}. Write it again with `trtllm-kvmap diagnose`."
+                f"{name} is not a diagnosis of this version: {unlike(entry, names)}. Write it "
+                f"again with `trtllm-kvmap diagnose`."
             )
         rows = {"interventions": Intervention, "tokens": TokenError, "lengths": LengthRow}
         try:
@@ -119,3 +119,12 @@ class Diagnosis:
         entry = read_json(path, "a diagnosis", "trtllm-kvmap diagnose --json")
         require_plain(entry, str(path))
         return Diagnosis.from_json(entry, str(path))
+
+
+def unlike(entry: Any, names: set[str]) -> str:
+    """What ``entry`` lacks of the entries ``names`` and what it has beside them, in words."""
+    if not isinstance(entry, dict):
+        return f"it must hold entries with names, got {type(entry).__name__}"
+    lacks, more = sorted(names - set(entry)), sorted(set(entry) - names)
+    said = [f"it lacks {', '.join(lacks)}"] if lacks else []
+    return " and ".join([*said, *([f"it has {', '.join(more)} beside its own"] if more else [])])

@@ -14,7 +14,7 @@ from trtllm_kvmap.artifact.evidence import PASSED
 from trtllm_kvmap.artifact.json_file import read_json
 from trtllm_kvmap.artifact.whole import write_text
 from trtllm_kvmap.errors import FormatError, MismatchError, UnprovenError
-from trtllm_kvmap.evaluate.diagnosis.diagnosis import Diagnosis
+from trtllm_kvmap.evaluate.diagnosis.diagnosis import Diagnosis, unlike
 from trtllm_kvmap.evaluate.plain_json import require_plain
 from trtllm_kvmap.evaluate.provenance import name_of
 from trtllm_kvmap.evaluate.report.agreement import require_agreement
@@ -65,9 +65,8 @@ class Report:
         names = {f.name for f in fields(Report)}
         if not isinstance(entry, dict) or {"diagnosis", *entry} != names:
             raise FormatError(
-                f"{name} is not a report: it needs exactly the entries "
-                f"{', '.join(sorted(names))} (diagnosis may be missing). Write it again with "
-                f"`trtllm-kvmap evaluate`."
+                f"{name} is not a report of this version: {unlike(entry, names - {'diagnosis'})}. "
+                f"Write it again with `trtllm-kvmap evaluate`."
             )
         require_agreement(entry, name)
         return Report(**entry)
