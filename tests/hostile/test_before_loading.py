@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from handmade_maps import random_map
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from trtllm_kvmap.artifact.kvmap import KvMap
 from trtllm_kvmap.cli.verbs import app
 from trtllm_kvmap.errors import UnavailableError
+from trtllm_kvmap.evaluate.tasks.named import TaskConfig, read_items
 from trtllm_kvmap.mapper import backends
-from trtllm_kvmap.models import load_model
+from trtllm_kvmap.models import describe_model, load_model
 from trtllm_kvmap.tiny.documents import VOCABULARY
 
 JUDGING = ("evaluate", "diagnose", "guard")
@@ -135,6 +138,21 @@ def test_items_without_what_the_metric_needs(
     verb: str, options: list, said: str, work: dict, complaint: Callable
 ) -> None:
     assert said in complaint([*command(verb, work), "--num-items", 2, *options])
+
+
+@pytest.mark.parametrize(("verb", "tasks"), [("evaluate", ""), ("evaluate", "tiny"), ("guard", "")])
+def test_items_that_helped_to_choose_the_map(
+    verb: str, tasks: str, work: dict, tmp_path: Path, complaint: Callable
+) -> None:
+    there = KvMap.load(work["maps"][0], allow_unproven=True)
+    asked = TaskConfig(num_items=2, context_tokens=300)
+    items = read_items(asked, describe_model(work["pair"][1]).tokenizer)
+    chosen = {**there.fitted, "selected_on": [items[0].digest]}
+    replace(there, fitted=chosen).save(tmp_path / "chosen")
+    given = [verb, tmp_path / "chosen", *command(verb, work)[2:]]
+    tasks_flag = ["--tasks", tasks] if tasks else []
+    said = complaint([*given, *tasks_flag, "--num-items", 2, "--context-tokens", 300])
+    assert "1 of the 2 items helped to choose this map" in said
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ from trtllm_kvmap.evaluate.report.report import evidence, table
 from trtllm_kvmap.evaluate.run import EvaluationConfig, require_scorable
 from trtllm_kvmap.evaluate.run import evaluate as run_evaluation
 from trtllm_kvmap.evaluate.suite import evaluate_tasks, suite_table, task_configs
+from trtllm_kvmap.evaluate.tasks.items import require_unseen
 from trtllm_kvmap.evaluate.tasks.named import TaskConfig, read_items
 from trtllm_kvmap.mapper.backends import require_backend
 from trtllm_kvmap.models import describe_pair, load_model
@@ -76,12 +77,15 @@ def evaluate(
     require_all_writable(html, markdown)
     require_backend(config.backend)
     loaded = KvMap.load(kvmap, allow_unproven=True)
+    chosen_on = loaded.fitted.get("selected_on", [])
     tokenizer = describe_pair(source, target)[1].tokenizer
     if tasks:
         suite = {
             name: (each, read_items(each, tokenizer))
             for name, each in task_configs(tasks, task_config).items()
         }
+        for _, asked in suite.values():
+            require_unseen(asked, chosen_on)
         models = load_model(source), load_model(target)
         with progress() as show:
             reports = evaluate_tasks(loaded, *models, suite, config, gates, on_item=show)
@@ -90,6 +94,7 @@ def evaluate(
         return
     items = read_items(task_config, tokenizer)
     require_scorable(items, config.metric)
+    require_unseen(items, chosen_on)
     source_model, target_model = load_model(source), load_model(target)
     with counted("evaluate", len(items)) as show:
         report = run_evaluation(

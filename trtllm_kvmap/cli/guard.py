@@ -15,6 +15,7 @@ from trtllm_kvmap.cli.app import counted, say, verb, write_json
 from trtllm_kvmap.cli.flags import JsonOption, SourceOption, TargetOption, config_flags
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.evaluate.guard import GuardConfig, set_guard
+from trtllm_kvmap.evaluate.tasks.items import require_unseen
 from trtllm_kvmap.evaluate.tasks.named import TaskConfig, read_items
 from trtllm_kvmap.models import describe_pair, load_model
 
@@ -48,6 +49,8 @@ def guard(
         kind: read_items(each, tokenizer)
         for kind, each in kinds_of(task_config, also or ()).items()
     }
+    for asked in items.values():
+        require_unseen(asked, loaded.fitted.get("selected_on", []))
     source_model, target_model = load_model(source), load_model(target)
     with counted("guard") as show:
         found = set_guard(
