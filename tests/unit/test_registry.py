@@ -426,6 +426,11 @@ def test_names_that_cannot_be_printed_stand_in_nobodys_way(
     assert len(run("registry", "verify", tmp_path, status=1).splitlines()) == 3
 
 
+def test_an_empty_folder_is_said_to_hold_no_map(tmp_path: Path) -> None:
+    for verb in ("list", "verify"):
+        assert f"{tmp_path} holds no map" in run("registry", verb, tmp_path)
+
+
 def test_a_pipe_and_a_link_to_nothing_stand_in_nobodys_way(tmp_path: Path, pair: Pair) -> None:
     registry = Registry(tmp_path)
     entry = registry.add(proven(pair))

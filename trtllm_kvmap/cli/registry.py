@@ -53,6 +53,8 @@ def verb(command: Callable[..., Result]) -> Callable[..., Result]:
 def list_(url: UrlArgument, json: JsonOption = None) -> None:
     """Every map: its pair, scope, size, evidence; and the files that are none, with the reason."""
     found = list(Registry(url).scan())
+    if not found:
+        say(f"{url} holds no map; `trtllm-kvmap registry add` stores one.")
     _print([entry for entry in found if isinstance(entry, Entry)])
     unusable = [entry for entry in found if isinstance(entry, Unusable)]
     for each in unusable:
@@ -76,6 +78,8 @@ def verify(url: UrlArgument, public_key: KeyOption = None, json: JsonOption = No
             said[entry.path] = registry.problems(entry)
         verdict = "; ".join(said[entry.path]) or "sound"
         say(f"{entry.path}: {verdict}")
+    if not said:
+        say(f"{url} holds no map.")
     write_json(json, said)
     if any(said.values()):
         raise typer.Exit(1)
