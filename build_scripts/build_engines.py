@@ -15,16 +15,19 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 from trtllm_kvmap.artifact.kvmap import KvMap
+from trtllm_kvmap.cli.wording import in_flags
 from trtllm_kvmap.engine.build import build_pipeline
 from trtllm_kvmap.engine.config import PipelineConfig
 from trtllm_kvmap.engine.pair import read_side
 from trtllm_kvmap.engine.plan import UNVERIFIED, plan_pipeline
 from trtllm_kvmap.errors import KvMapError
 from trtllm_kvmap.tiny import FAMILY, model_folder
+
+FLAGS = {field.name: f"--{field.name.replace('_', '-')}" for field in fields(PipelineConfig)}
 
 
 def main() -> int:
@@ -51,7 +54,7 @@ def main() -> int:
             allow_unproven=options.allow_unproven,
         )
     except KvMapError as error:
-        print(error, file=sys.stderr)
+        print(in_flags(str(error), FLAGS), file=sys.stderr)
         return 2
     size = sum(record.bytes for record in manifest.files.values())
     print(f"Built {options.out}: {len(manifest.files)} files, {size:,} bytes.")
@@ -64,7 +67,8 @@ def dry_run(options: argparse.Namespace, source: Path, target: Path, config: Pip
     if options.json:
         print(json.dumps(plan.to_json(), indent=2))
     else:
-        print("\n".join(plan.lines()))
+        told = replace(plan, found=tuple(in_flags(sentence, FLAGS) for sentence in plan.found))
+        print("\n".join(told.lines()))
     return 1 if plan.found else 0
 
 
@@ -81,8 +85,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--n", type=int, default=8, help="slices of a map that is not there yet")
     parser.add_argument("--allow-unproven", action="store_true", help="an unproven map")
     for field in fields(PipelineConfig):
-        flag = f"--{field.name.replace('_', '-')}"
-        parser.add_argument(flag, type=type(field.default), default=field.default)
+        parser.add_argument(FLAGS[field.name], type=type(field.default), default=field.default)
     options = parser.parse_args()
     if not options.dry_run and None in (options.kvmap, options.out):
         parser.error("give --kvmap and --out, or --dry-run")

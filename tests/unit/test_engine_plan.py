@@ -194,4 +194,4 @@ def test_the_dry_run_as_a_command(tmp_path: Path) -> None:
     refused = run_script("--dry-run", *pair)  # the tiny family allows 4,096 tokens, not 8,192
     assert refused.returncode == 1
     assert "Unverified" in refused.stdout
-    assert "fewer than max_tokens 8192" in refused.stdout
+    assert "fewer than --max-tokens 8192: lower --max-tokens" in refused.stdout
