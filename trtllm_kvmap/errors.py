@@ -7,6 +7,12 @@ class KvMapError(Exception):
     """
 
 
+def reason(error: Exception) -> str:
+    """``error`` in words: of one of the system what it says, without its number and path."""
+    said = error.strerror if isinstance(error, OSError) else None
+    return said or str(error)
+
+
 class InputError(KvMapError):
     """A value, text or file given by the user cannot be used."""
 

@@ -111,6 +111,30 @@ def test_a_target_with_another_tokenizer(verb: str, work: dict, complaint: Calla
     assert "have different tokenizers" in complaint(command(verb, work, target=work["other"]))
 
 
+MAPPING = ("refine", "promote", "generate", "alternate", "plan", *JUDGING)
+
+
+@pytest.mark.parametrize("verb", MAPPING)
+def test_models_that_are_swapped(verb: str, work: dict, complaint: Callable) -> None:
+    swapped = {**work, "pair": work["pair"][::-1]}
+    assert "Source and target look swapped" in complaint(command(verb, swapped))
+
+
+@pytest.mark.parametrize("verb", MAPPING)
+def test_a_target_of_other_weights(
+    verb: str, work: dict, complaint: Callable, model_folder: Callable[..., Path]
+) -> None:
+    other = model_folder("qwen3", layers=3, seed=3)
+    said = complaint(command(verb, work, target=other))
+    assert "was fitted for another target model: weights differ" in said
+
+
+def test_a_way_back_that_is_of_another_pair(work: dict, complaint: Callable) -> None:
+    there = work["maps"][0]
+    said = complaint(command("alternate", {**work, "maps": (there, there)}))
+    assert f"swapped: the map {there} was fitted from" in said
+
+
 @pytest.mark.parametrize("verb", ["fit", "alternate", *JUDGING])
 @pytest.mark.parametrize(
     ("options", "said"),
@@ -153,6 +177,7 @@ def test_items_that_helped_to_choose_the_map(
     tasks_flag = ["--tasks", tasks] if tasks else []
     said = complaint([*given, *tasks_flag, "--num-items", 2, "--context-tokens", 300])
     assert "1 of the 2 items helped to choose this map" in said
+    assert "(another --seed or --skip)" in said
 
 
 @pytest.mark.parametrize(

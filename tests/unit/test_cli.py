@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from handmade_maps import random_map
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from trtllm_kvmap.artifact.kvmap import KvMap
@@ -101,10 +102,12 @@ def test_an_interrupted_calibration_says_how_to_go_on(
     command.append("--resume")
     assert f"{partial} keeps" in interrupted(1)
     stopping_after(-1)
-    run(*command)
+    assert "to go on from" not in run(*command)
     assert len(added) == 12 - 4
     assert out.read_bytes() == work["moments"].read_bytes()
     assert [path.name for path in tmp_path.iterdir()] == [out.name]
+    said = run(*command)
+    assert f"no {partial} to go on from: calibration begins at the first document" in said
 
 
 def test_a_calibration_interrupted_when_it_is_done_says_that_it_wrote(
@@ -165,13 +168,16 @@ def test_fit_chooses_among_candidates_by_the_targets_loss(
 
 
 def test_a_swapped_pair_is_told_by_every_verb_that_runs_it(
-    work: dict[str, Any], tmp_path: Path
+    work: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """From the files of the models: none is loaded."""
     swapped = "--source", work["target"], "--target", work["source"]
     back, out = tmp_path / "back.kvmap.safetensors", tmp_path / "out"
     random_map(load_model(work["target"]), load_model(work["source"]), num_slices=1).save(back)
     few = ("--num-items", 2, "--context-tokens", 96)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
     for arguments in (
+        ("triton", "--kvmap", work["kvmap"], *swapped, "--allow-unproven", "--out", out),
         ("generate", work["kvmap"], *swapped, "--prompt", "after anna ben", "--allow-unproven"),
         ("evaluate", work["kvmap"], *swapped, *few, "--json", out),
         ("alternate", work["kvmap"], back, *swapped, *few, "--json", out),

@@ -90,6 +90,10 @@ def test_every_verb_asks_for_its_json_before_it_works(
             "--max-tokens must leave two tokens after --skip-first = 4; got -1.",
         ),
         (
+            "Give others (another skip or k). Another k is (another tokens thing).",
+            "Give others (another --skip or --k). Another k is (another tokens thing).",
+        ),
+        (
             "skip, k and skip_first must not be negative.",
             "--skip, --k and --skip-first must not be negative.",
         ),
@@ -250,3 +254,46 @@ def test_no_word_that_is_printed_is_markup(
     with door.progress() as show:
         show("[bold]q", 1, 2)
     assert "[bold]q" in capsys.readouterr().err
+
+
+def test_a_value_no_option_takes_is_told_without_a_word_of_the_parser(tmp_path: Path) -> None:
+    given = ["generate", "m", "--source", "a", "--target", "b", "--backend", "gpu"]
+    said = CliRunner().invoke(app, given)
+    assert said.exit_code == 2
+    assert "Invalid value for '--backend': 'gpu' is not one of" in said.output
+
+
+def test_a_help_text_breaks_where_the_terminal_ends() -> None:
+    wide = {"COLUMNS": "300", "TERMINAL_WIDTH": "300"}
+    for path, command in commands(typer.main.get_command(app)):
+        shown = CliRunner().invoke(app, [*path, "--help"], env=wide).output
+        for paragraph in command.help.split("\n\n"):
+            assert "\n" not in paragraph, path
+        first = command.help.split("\n\n")[-1]
+        assert first in " ".join(shown.split()), path
+
+
+def test_an_error_before_any_bar_begins_with_no_empty_line(tmp_path: Path) -> None:
+    said = CliRunner().invoke(app, ["recipe", "none", "--out", str(tmp_path / "out")])
+    assert said.exit_code == 2
+    assert said.stderr.startswith("trtllm-kvmap: There is no recipe")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["report", "none"],
+        ["recipe", "ridge-k", "--config", "none"],
+        ["generate", "m", "--source", "a", "--target", "b", "--prompt-file", "none"],
+        ["triton", "--out", "o", "--kvmap", "m", "--source", "a", "--target", "b"],
+    ],
+)
+def test_a_file_that_is_not_there_is_told_in_words(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    speeds = ["--speeds", "none"] if arguments[0] == "triton" else []
+    said = CliRunner().invoke(app, [*arguments, *speeds])
+    assert said.exit_code == 2
+    assert "none cannot be read" in said.stderr or "read from none" in said.stderr
+    assert "(No such file or directory)" in said.stderr

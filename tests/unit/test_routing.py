@@ -244,8 +244,12 @@ def test_speeds_go_through_a_file(tmp_path: Path) -> None:
         with pytest.raises(InputError):
             Speeds.from_json(json.loads(path.read_text()) | changed)
     # Quoted, since these are a file's own names: a command line would write flags in their place.
-    with pytest.raises(InputError, match=r"need exactly the entries \[.*'repair_window'"):
+    with pytest.raises(
+        InputError, match=r"entries 'source_prefill',.* 'repair_window',.*; got none\."
+    ):
         Speeds.from_json({})
+    with pytest.raises(InputError, match=r"; got 'map', 'more'\."):
+        Speeds.from_json({"more": 1, "map": 1})
     with pytest.raises(InputError):
         Speeds.load(tmp_path / "none.json")
     deep = tmp_path / "deep.json"

@@ -213,13 +213,19 @@ def test_nothing_is_written_when_something_is_wrong(
     random_map(load_model(given["source"]), load_model(given["target"])).save(unproven)
     other = str(model_folder("llama", layers=2, kv_heads=4, seed=1))
     words = str(model_folder("llama", layers=3, kv_heads=4, seed=1, words=["a", "<bos>", "<pad>"]))
+    swapped = {"source": given["target"], "target": given["source"]}
+    file = tmp_path / "file"
+    file.write_text("")
     wrong: list[tuple[dict[str, Any], type[KvMapError], str]] = [
-        ({"source": other}, MismatchError, "another source model.*configuration"),
+        ({"source": other}, MismatchError, "another source model: config differ"),
         ({"target": other}, MismatchError, "another target model"),
-        ({"source": words}, MismatchError, "another tokenizer"),
+        ({"source": words}, MismatchError, "another source model: tokenizer differs"),
         ({"source": str(tmp_path / "none")}, InputError, "no such folder"),
         ({"kvmap": unproven}, UnprovenError, "no evidence"),
         ({"kvmap": tmp_path / "none"}, KvMapError, "no file"),
+        (swapped, MismatchError, "Source and target look swapped"),
+        ({"config": ServeConfig(traffic=str(file))}, InputError, "traffic .*needs a folder"),
+        ({"config": ServeConfig(traffic=str(file / "in"))}, InputError, f"{file} is none"),
         ({"lane": "grpc"}, InputError, "no lane 'grpc'; there are hf"),
     ]
     for changed, kind, said in wrong:

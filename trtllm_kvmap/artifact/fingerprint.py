@@ -32,7 +32,9 @@ class Fingerprint:
             if getattr(self, part) != getattr(other, part)
         ]
         if differing:
+            several = len(differing) > 1 or differing == ["weights"]
             raise MismatchError(
-                f"{made} for another {role} model: {' and '.join(differing)} differ. Give the "
+                f"{made} for another {role} model: {' and '.join(differing)} "
+                f"{'differ' if several else 'differs'}. Give the "
                 f"{role} that it was made for, or make one for this model."
             )

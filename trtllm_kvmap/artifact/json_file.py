@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from trtllm_kvmap.errors import FormatError
+from trtllm_kvmap.errors import FormatError, reason
 
 
 def read_json(path: str | Path, what: str, command: str) -> Any:
@@ -17,5 +17,5 @@ def read_json(path: str | Path, what: str, command: str) -> Any:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # RecursionError: deep brackets
         raise FormatError(
-            f"{path} cannot be read as {what} ({error}). Give what `{command}` wrote."
+            f"{path} cannot be read as {what} ({reason(error)}). Give what `{command}` wrote."
         ) from error

@@ -16,7 +16,7 @@ from trtllm_kvmap.evaluate.alternation import alternate as run_alternation
 from trtllm_kvmap.evaluate.alternation import table
 from trtllm_kvmap.evaluate.tasks.conversations import read_conversations
 from trtllm_kvmap.evaluate.tasks.named import TaskConfig
-from trtllm_kvmap.models import describe_pair, load_model
+from trtllm_kvmap.models import describe_pair, load_model, require_stored
 
 
 @verb
@@ -37,7 +37,15 @@ def alternate(
 ) -> None:
     """Let two models take turns in conversations (--task coqa or tiny): does the drift grow?"""
     maps = [KvMap.load(path, allow_unproven=True) for path in (there, back)]
-    talks = read_conversations(task_config, describe_pair(source, target)[1].tokenizer)
+    described = describe_pair(source, target)
+    talks = read_conversations(task_config, described[1].tokenizer)
+    require_stored(maps[0], *described, what=f"The map {there} was fitted")
+    require_pair(
+        maps[1],
+        maps[0].target_fingerprint,
+        maps[0].source_fingerprint,
+        what=f"The map {back} was fitted",
+    )
     models = load_model(source), load_model(target)
     prints = [model.fingerprint for model in models]
     require_pair(maps[0], prints[0], prints[1], what=f"The map {there} was fitted")

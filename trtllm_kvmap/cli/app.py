@@ -20,6 +20,7 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+from typer.core import TyperGroup
 
 from trtllm_kvmap.artifact.whole import require_writable, write_text
 from trtllm_kvmap.cli.wording import flags_of, in_flags
@@ -29,8 +30,23 @@ Result = TypeVar("Result")
 
 WRITTEN = ("out", "json", "html", "markdown")  # the parameters that name a file to write
 
+
+class Door(TyperGroup):
+    """The group of every verb: what is said of a value that an option cannot take begins with no
+    word of the library that judges it.
+    """
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            error.message = error.message.removeprefix("Value error, ")
+            raise
+
+
 app = typer.Typer(
     name="trtllm-kvmap",
+    cls=Door,
     help="Turn one model's KV cache into another's, so that a conversation changes models "
     "without being read again.\n\n"
     "The source is the model whose cache is read, the target the one whose cache is written, and "
@@ -85,8 +101,13 @@ def register(group: typer.Typer, command: Callable[..., Result]) -> Callable[...
             raise typer.Exit(130) from interrupt
 
     run.__signature__ = inspect.signature(command, eval_str=True)  # type: ignore[attr-defined]
-    group.command(command.__name__.removesuffix("_"))(run)
+    group.command(command.__name__.removesuffix("_"), help=flowing(command.__doc__ or ""))(run)
     return run
+
+
+def flowing(text: str) -> str:
+    """``text`` with one line a paragraph, which then breaks where the terminal ends."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
 
 
 def require_apart(given: Mapping[str, Any], flags: Mapping[str, str]) -> None:
@@ -130,19 +151,24 @@ def write_json(path: Path | None, value: Any) -> None:
 @contextmanager
 def progress() -> Iterator[Callable[[str, int, int | None], None]]:
     """The bars that long work shows: ``show(name, done, total)`` moves the bar of that name, which
-    is there from its first call on.
+    is there from its first call on; without one nothing is printed.
     """
     name = TextColumn("{task.description}", markup=False)
     columns = name, BarColumn(), MofNCompleteColumn()
-    with Progress(*columns, TimeRemainingColumn(), console=complaints) as bars:
-        shown: dict[str, TaskID] = {}
+    bars = Progress(*columns, TimeRemainingColumn(), console=complaints)
+    shown: dict[str, TaskID] = {}
 
-        def show(name: str, done: int, total: int | None = None) -> None:
-            if name not in shown:
-                shown[name] = bars.add_task(name, total=total)
-            bars.update(shown[name], completed=done, total=total)
+    def show(name: str, done: int, total: int | None = None) -> None:
+        bars.start()
+        if name not in shown:
+            shown[name] = bars.add_task(name, total=total)
+        bars.update(shown[name], completed=done, total=total)
 
+    try:
         yield show
+    finally:
+        if shown:
+            bars.stop()
 
 
 @contextmanager

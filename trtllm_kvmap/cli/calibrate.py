@@ -70,6 +70,10 @@ def calibrate(
             min_tokens=config.min_tokens,
             max_tokens=config.window(*(model.spec for model in described)),
         )
+        if resume and not (there := partial_path(out)).is_file():
+            complain(
+                f"There is no {there} to go on from: calibration begins at the first document."
+            )
         loaded = load_model(source), load_model(target)
         with counted("calibrate", len(documents)) as show:
             moments = run_calibration(

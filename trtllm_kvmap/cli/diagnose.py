@@ -21,7 +21,7 @@ from trtllm_kvmap.evaluate.diagnosis.tables import headline, tables
 from trtllm_kvmap.evaluate.run import EvaluationConfig
 from trtllm_kvmap.evaluate.tasks.named import TaskConfig, read_items
 from trtllm_kvmap.mapper.backends import require_backend
-from trtllm_kvmap.models import describe_pair, load_model
+from trtllm_kvmap.models import describe_pair, load_model, require_stored
 
 
 @verb
@@ -44,12 +44,14 @@ def diagnose(
     """Say where a map goes wrong: which keys, values, layers, heads, positions and lengths."""
     require_backend(config.backend)
     loaded = KvMap.load(kvmap, allow_unproven=True)
-    tokenizer = describe_pair(source, target)[1].tokenizer
+    described = describe_pair(source, target)
+    tokenizer = described[1].tokenizer
     items = read_items(task_config, tokenizer)
     longer = {
         tokens: read_items(replace(task_config, context_tokens=tokens), tokenizer)
         for tokens in length or ()
     }
+    require_stored(loaded, *described)
     source_model, target_model = load_model(source), load_model(target)
     with counted("diagnose", len(items)) as show:
         diagnosis = run_diagnosis(

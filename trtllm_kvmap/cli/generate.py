@@ -26,9 +26,9 @@ from trtllm_kvmap.decode.prefill import prefill
 from trtllm_kvmap.decode.prompt import require_room
 from trtllm_kvmap.decode.select_tokens import rank_by_attention
 from trtllm_kvmap.decode.speculation.speculate import speculate
-from trtllm_kvmap.errors import InputError
+from trtllm_kvmap.errors import InputError, reason
 from trtllm_kvmap.mapper.backends import Backend, require_backend
-from trtllm_kvmap.models import describe_pair, load_model, tokenise
+from trtllm_kvmap.models import describe_pair, load_model, require_stored, tokenise
 from trtllm_kvmap.spec.plan import plan_handoff
 
 
@@ -81,11 +81,13 @@ def generate(
     text = _prompt_text(prompt, prompt_file)
     require_backend(config.backend)
     loaded = KvMap.load(kvmap, allow_unproven=allow_unproven)
-    described = describe_pair(source, target)[1]
+    pair = describe_pair(source, target)
+    described = pair[1]
     ids = tokenise(described.tokenizer, described.name, text)
     if not ids:
         raise InputError("The prompt has no token; give some text.")
     require_room(described, len(ids) + config.max_new_tokens)
+    require_stored(loaded, *pair)
     reader = load_model(source)
     bridge = KvBridge(loaded, source=reader, target=load_model(target), backend=config.backend)
     plan = plan_handoff(
@@ -157,5 +159,6 @@ def _prompt_text(prompt: str, prompt_file: Path | None) -> str:
         return prompt_file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
-            f"The prompt cannot be read from {prompt_file} ({error}). Give a file of text in UTF-8."
+            f"The prompt cannot be read from {prompt_file} ({reason(error)}). Give a file of text "
+            f"in UTF-8."
         ) from error

@@ -17,7 +17,7 @@ from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.evaluate.guard import GuardConfig, set_guard
 from trtllm_kvmap.evaluate.tasks.items import require_unseen
 from trtllm_kvmap.evaluate.tasks.named import TaskConfig, read_items
-from trtllm_kvmap.models import describe_pair, load_model
+from trtllm_kvmap.models import describe_pair, load_model, require_stored
 
 
 @verb
@@ -44,13 +44,15 @@ def guard(
     """
     require_writable(kvmap)
     loaded = KvMap.load(kvmap, allow_unproven=True)
-    tokenizer = describe_pair(source, target)[1].tokenizer
+    described = describe_pair(source, target)
+    tokenizer = described[1].tokenizer
     items = {
         kind: read_items(each, tokenizer)
         for kind, each in kinds_of(task_config, also or ()).items()
     }
     for asked in items.values():
         require_unseen(asked, loaded.fitted.get("selected_on", []))
+    require_stored(loaded, *described)
     source_model, target_model = load_model(source), load_model(target)
     with counted("guard") as show:
         found = set_guard(

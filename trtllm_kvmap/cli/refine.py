@@ -13,7 +13,7 @@ from trtllm_kvmap.calibrate.text import read_documents
 from trtllm_kvmap.cli.app import counted, say, verb
 from trtllm_kvmap.cli.flags import KvMapArgument, SourceOption, TargetOption, config_flags
 from trtllm_kvmap.errors import InputError
-from trtllm_kvmap.models import describe_pair, load_model
+from trtllm_kvmap.models import describe_pair, load_model, require_stored
 from trtllm_kvmap.refine.config import RefineConfig
 from trtllm_kvmap.refine.run import refine as run_refine
 
@@ -44,12 +44,14 @@ def refine(
             f"{max_tokens}."
         )
     fitted = KvMap.load(kvmap, allow_unproven=True)
+    described = describe_pair(source, target)
     documents = read_documents(
         text,
-        describe_pair(source, target)[1],
+        described[1],
         min_tokens=config.skip_first + 2,
         max_tokens=max_tokens,
     )
+    require_stored(fitted, *described)
     loaded = load_model(source), load_model(target)
     with counted("refine", config.steps) as show:
         refined = run_refine(

@@ -34,8 +34,8 @@ def in_flags(message: str, flags: Mapping[str, str]) -> str:
     which a user gave them.
 
     A name of several words (``first_tokens``) is a parameter wherever it stands apart. One word
-    (``k``, ``layers``) may be English: it is one before "=", and before "must" where the message
-    begins.
+    (``k``, ``layers``) may be English: it is one before "=", before "must" where the message
+    begins, and in the hint "(another seed or skip)".
     """
     if not flags:
         return message
@@ -55,5 +55,7 @@ def in_flags(message: str, flags: Mapping[str, str]) -> str:
     message = re.sub(rf"{every}=(\w+)", given, message)
     if named := re.match(rf"{every}(?:(?:, | and ){every})*(?= must )", message):
         message = re.sub(every, flag, named[0]) + message[named.end() :]
+    hint = rf"(?<=\(another ){every}(?: or {every})*(?=\))"
+    message = re.sub(hint, lambda found: re.sub(every, flag, found[0]), message)
     several = [name for name in flags if "_" in name]
     return re.sub(any_of(several), flag, message) if several else message

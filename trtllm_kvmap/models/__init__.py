@@ -11,7 +11,7 @@ from trtllm_kvmap.models.load import (
     read_spec,
 )
 from trtllm_kvmap.models.loaded import KnownModel, LoadedModel, RemoteModel, require_same_tokens
-from trtllm_kvmap.models.stored import read_fingerprint
+from trtllm_kvmap.models.stored import read_fingerprint, require_described, require_stored
 from trtllm_kvmap.models.tokenizer import load_tokenizer, tokenise, tokenise_chat, tokenizer_digest
 
 __all__ = [
@@ -27,7 +27,9 @@ __all__ = [
     "quiet_loading",
     "read_fingerprint",
     "read_spec",
+    "require_described",
     "require_same_tokens",
+    "require_stored",
     "rope_from_config",
     "spec_from_config",
     "tokenise",

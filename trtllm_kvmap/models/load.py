@@ -27,6 +27,7 @@ class ModelDescription:
 
     spec: ModelSpec
     tokenizer: PreTrainedTokenizerBase | None
+    path: str | Path  # the folder or hub id
 
     @property
     def name(self) -> str:
@@ -39,7 +40,7 @@ class ModelDescription:
 
 def describe_model(path_or_id: str | Path) -> ModelDescription:
     """Read the configuration and tokenizer of a folder or hub id. Raises as load_model does."""
-    return ModelDescription(read_spec(path_or_id), load_tokenizer(path_or_id))
+    return ModelDescription(read_spec(path_or_id), load_tokenizer(path_or_id), path_or_id)
 
 
 def describe_pair(

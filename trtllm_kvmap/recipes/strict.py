@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 
-from trtllm_kvmap.errors import InputError
+from trtllm_kvmap.errors import InputError, reason
 
 Config = TypeVar("Config")
 
@@ -19,9 +19,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
+        said = " ".join(reason(error).split())
         raise InputError(
-            f"{path} cannot be read as YAML ({reason}). Give a file of keys with values."
+            f"{path} cannot be read as YAML ({said}). Give a file of keys with values."
         ) from error
     if not isinstance(content, dict):
         held = "nothing" if content is None else repr(content)

@@ -16,8 +16,8 @@ from trtllm_kvmap.calibrate.traffic import require_steady_rope
 from trtllm_kvmap.decode.guard.guard import Guard
 from trtllm_kvmap.decode.routing.speeds import Speeds
 from trtllm_kvmap.decode.routing.vouched import RoutingPolicy, objection_to
-from trtllm_kvmap.errors import InputError, MismatchError
-from trtllm_kvmap.models import describe_model
+from trtllm_kvmap.errors import InputError
+from trtllm_kvmap.models import describe_model, require_described
 from trtllm_kvmap.serve.lanes.hf import hf_files
 from trtllm_kvmap.serve.lanes.trtllm import trtllm_files
 from trtllm_kvmap.serve.policy import require_window
@@ -52,10 +52,11 @@ def write_repository(
         raise InputError(f"There is no lane {lane!r}; there are {', '.join(LANES)}.")
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise InputError(f"{out} is not an empty folder; give the name of a new one.")
+    require_traffic_folder(config.traffic)
     loaded, map_digest = read_map(kvmap)
     if not allow_unproven:
         require_proven(kvmap, loaded.evidence, map_digest)
-    require_described(loaded, source, target)
+    require_described(loaded, describe_model(source), describe_model(target))
     if loaded.guard is not None and lane == "hf":  # no other lane asks it
         require_judging(loaded.guard, config)
     if speeds is not None:
@@ -119,32 +120,21 @@ def require_routable(
         )
 
 
+def require_traffic_folder(traffic: str) -> None:
+    """Raise InputError when ``traffic`` (empty: none) is, or lies in, what is no folder."""
+    path = Path(traffic).resolve()
+    there = next(each for each in (path, *path.parents) if each.exists())
+    if traffic and not there.is_dir():
+        raise InputError(
+            f"The --traffic {traffic} needs a folder, and {there} is none; give another."
+        )
+
+
 def require_countable(kvmap: KvMap, lane: str) -> None:
     """Raise InputError when the traffic of the map's models cannot be counted."""
     if lane != "hf":
         raise InputError(f"The lane {lane} counts no traffic; leave --traffic out.")
     require_steady_rope(kvmap.source, kvmap.target)
-
-
-def require_described(kvmap: KvMap, source: str, target: str) -> None:
-    """Raise MismatchError when a configuration or tokenizer already says that the map is not for
-    these two.
-    """
-    for what, path, spec, fingerprint in (
-        ("source", source, kvmap.source, kvmap.source_fingerprint),
-        ("target", target, kvmap.target, kvmap.target_fingerprint),
-    ):
-        found = describe_model(path)
-        if replace(found.spec, name="") != replace(spec, name=""):
-            raise MismatchError(
-                f"The map was fitted for another {what} model: {path} has another configuration. "
-                f"Give the {what} it was fitted for, or fit a map for this one."
-            )
-        if found.tokenizer_digest != fingerprint.tokenizer:
-            raise MismatchError(
-                f"The map was fitted for another {what} model: {path} has another tokenizer. Give "
-                f"the {what} it was fitted for, or fit a map for this one."
-            )
 
 
 def _absolute(model: str) -> str:

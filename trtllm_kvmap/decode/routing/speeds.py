@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from trtllm_kvmap.artifact.whole import write_text
-from trtllm_kvmap.errors import InputError
+from trtllm_kvmap.errors import InputError, reason
 from trtllm_kvmap.spec.model import ModelSpec
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
@@ -93,9 +93,11 @@ class Speeds:
         """
         names = [f.name for f in fields(Speeds)]
         if not isinstance(entry, dict) or set(entry) != set(names):
-            given = sorted(entry) if isinstance(entry, dict) else type(entry).__name__
+            given = type(entry).__name__
+            if isinstance(entry, dict):
+                given = ", ".join(map(repr, sorted(entry, key=str))) or "none"
             raise InputError(
-                f"Speeds need exactly the entries {names}; got {given}. "
+                f"Speeds need exactly the entries {', '.join(map(repr, names))}; got {given}. "
                 f"`trtllm-kvmap plan --measure --speeds FILE` writes them."
             )
         try:
@@ -120,7 +122,7 @@ class Speeds:
             entry = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise InputError(
-                f"{path} cannot be read as speeds ({error}). "
+                f"{path} cannot be read as speeds ({reason(error)}). "
                 f"`trtllm-kvmap plan --measure --speeds FILE` writes them."
             ) from error
         return Speeds.from_json(entry)
