@@ -16,7 +16,7 @@ from trtllm_kvmap.evaluate.alternation import alternate as run_alternation
 from trtllm_kvmap.evaluate.alternation import table
 from trtllm_kvmap.evaluate.tasks.conversations import read_conversations
 from trtllm_kvmap.evaluate.tasks.named import TaskConfig
-from trtllm_kvmap.models import describe_pair, load_model, require_stored
+from trtllm_kvmap.models import describe_pair, load_model, require_described
 
 
 @verb
@@ -39,7 +39,7 @@ def alternate(
     maps = [KvMap.load(path, allow_unproven=True) for path in (there, back)]
     described = describe_pair(source, target)
     talks = read_conversations(task_config, described[1].tokenizer)
-    require_stored(maps[0], *described, what=f"The map {there} was fitted")
+    require_described(maps[0], *described, what=f"The map {there} was fitted")
     require_pair(
         maps[1],
         maps[0].target_fingerprint,

@@ -21,7 +21,7 @@ from trtllm_kvmap.evaluate.diagnosis.tables import headline, tables
 from trtllm_kvmap.evaluate.run import EvaluationConfig
 from trtllm_kvmap.evaluate.tasks.named import TaskConfig, read_items
 from trtllm_kvmap.mapper.backends import require_backend
-from trtllm_kvmap.models import describe_pair, load_model, require_stored
+from trtllm_kvmap.models import describe_pair, load_model, require_described
 
 
 @verb
@@ -51,7 +51,7 @@ def diagnose(
         tokens: read_items(replace(task_config, context_tokens=tokens), tokenizer)
         for tokens in length or ()
     }
-    require_stored(loaded, *described)
+    require_described(loaded, *described)
     source_model, target_model = load_model(source), load_model(target)
     with counted("diagnose", len(items)) as show:
         diagnosis = run_diagnosis(

@@ -37,7 +37,7 @@ from trtllm_kvmap.evaluate.suite import evaluate_tasks, suite_table, task_config
 from trtllm_kvmap.evaluate.tasks.items import require_unseen
 from trtllm_kvmap.evaluate.tasks.named import TaskConfig, read_items
 from trtllm_kvmap.mapper.backends import require_backend
-from trtllm_kvmap.models import describe_pair, load_model, require_stored
+from trtllm_kvmap.models import describe_pair, load_model, require_described
 from trtllm_kvmap.serve.map_header import MapHeader
 
 
@@ -87,7 +87,7 @@ def evaluate(
         }
         for _, asked in suite.values():
             require_unseen(asked, chosen_on)
-        require_stored(loaded, *described)
+        require_described(loaded, *described)
         models = load_model(source), load_model(target)
         with progress() as show:
             reports = evaluate_tasks(loaded, *models, suite, config, gates, on_item=show)
@@ -97,7 +97,7 @@ def evaluate(
     items = read_items(task_config, tokenizer)
     require_scorable(items, config.metric)
     require_unseen(items, chosen_on)
-    require_stored(loaded, *described)
+    require_described(loaded, *described)
     source_model, target_model = load_model(source), load_model(target)
     with counted("evaluate", len(items)) as show:
         report = run_evaluation(

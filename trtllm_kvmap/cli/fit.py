@@ -27,7 +27,7 @@ from trtllm_kvmap.fit.grid import FitGrid
 from trtllm_kvmap.fit.layer_r2 import layer_r2_flops, with_layer_r2
 from trtllm_kvmap.machine import matmul_rate, say_seconds, total_memory
 from trtllm_kvmap.mapper.backends import require_backend
-from trtllm_kvmap.models import describe_pair, load_model, require_stored
+from trtllm_kvmap.models import describe_pair, load_model, require_described
 
 
 @verb
@@ -95,7 +95,7 @@ def _choose(
     items = read_items(task_config, described[1].tokenizer)
     require_scorable(items, config.metric)
     known = MomentSet.load(moments[0])
-    require_stored(known, *described, what="The moments were calibrated")
+    require_described(known, *described, what="The moments were calibrated")
     loaded = load_model(source), load_model(target)
     prints = loaded[0].fingerprint, loaded[1].fingerprint
     require_pair(known, *prints, what="The moments were calibrated")

@@ -28,7 +28,7 @@ from trtllm_kvmap.decode.select_tokens import rank_by_attention
 from trtllm_kvmap.decode.speculation.speculate import speculate
 from trtllm_kvmap.errors import InputError, reason
 from trtllm_kvmap.mapper.backends import Backend, require_backend
-from trtllm_kvmap.models import describe_pair, load_model, require_stored, tokenise
+from trtllm_kvmap.models import describe_pair, load_model, require_described, tokenise
 from trtllm_kvmap.spec.plan import plan_handoff
 
 
@@ -87,7 +87,7 @@ def generate(
     if not ids:
         raise InputError("The prompt has no token; give some text.")
     require_room(described, len(ids) + config.max_new_tokens)
-    require_stored(loaded, *pair)
+    require_described(loaded, *pair)
     reader = load_model(source)
     bridge = KvBridge(loaded, source=reader, target=load_model(target), backend=config.backend)
     plan = plan_handoff(

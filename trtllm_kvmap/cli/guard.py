@@ -17,7 +17,7 @@ from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.evaluate.guard import GuardConfig, set_guard
 from trtllm_kvmap.evaluate.tasks.items import require_unseen
 from trtllm_kvmap.evaluate.tasks.named import TaskConfig, read_items
-from trtllm_kvmap.models import describe_pair, load_model, require_stored
+from trtllm_kvmap.models import describe_pair, load_model, require_described
 
 
 @verb
@@ -52,7 +52,7 @@ def guard(
     }
     for asked in items.values():
         require_unseen(asked, loaded.fitted.get("selected_on", []))
-    require_stored(loaded, *described)
+    require_described(loaded, *described)
     source_model, target_model = load_model(source), load_model(target)
     with counted("guard") as show:
         found = set_guard(

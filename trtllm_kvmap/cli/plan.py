@@ -21,7 +21,7 @@ from trtllm_kvmap.decode.routing.vouched import Direction, RoutingPolicy
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.evaluate.accounting import Compute, Phases, compute_of
 from trtllm_kvmap.evaluate.measure_speeds import measure_speeds
-from trtllm_kvmap.models import describe_pair, load_model, require_stored
+from trtllm_kvmap.models import describe_pair, load_model, require_described
 
 MEASURED_LENGTHS = 6  # the conversation's own, its half, and so on
 
@@ -147,7 +147,7 @@ def _measure(
         raise InputError("--measure runs both models: give --source and --target.")
     if out is not None:
         require_writable(out)
-    require_stored(kvmap, *describe_pair(source, target))
+    require_described(kvmap, *describe_pair(source, target))
     models = load_model(source), load_model(target)
     bridge = KvBridge(kvmap, source=models[0], target=models[1])
     first_tokens, repair_window = _repaired(kvmap)

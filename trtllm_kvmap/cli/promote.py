@@ -20,7 +20,7 @@ from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.evaluate.promote import FigureJson, Trial, refit
 from trtllm_kvmap.evaluate.promote import promote as run_trial
 from trtllm_kvmap.evaluate.run import EvaluationConfig
-from trtllm_kvmap.models import describe_pair, load_model, require_stored
+from trtllm_kvmap.models import describe_pair, load_model, require_described
 
 
 @verb
@@ -70,7 +70,7 @@ def promote(
         candidate = refit(served, reduce(add, map(MomentSet.load, moments or ())))
     else:
         candidate = KvMap.load(new, allow_unproven=True)
-    require_stored(served, *described)
+    require_described(served, *described)
     models = load_model(source), load_model(target)
     config = EvaluationConfig("nll", first_tokens=first_tokens, repair_window=repair_window)
     winner, trial = run_trial(served, candidate, *models, prompts, config)

@@ -13,7 +13,7 @@ from trtllm_kvmap.calibrate.text import read_documents
 from trtllm_kvmap.cli.app import counted, say, verb
 from trtllm_kvmap.cli.flags import KvMapArgument, SourceOption, TargetOption, config_flags
 from trtllm_kvmap.errors import InputError
-from trtllm_kvmap.models import describe_pair, load_model, require_stored
+from trtllm_kvmap.models import describe_pair, load_model, require_described
 from trtllm_kvmap.refine.config import RefineConfig
 from trtllm_kvmap.refine.run import refine as run_refine
 
@@ -51,7 +51,7 @@ def refine(
         min_tokens=config.skip_first + 2,
         max_tokens=max_tokens,
     )
-    require_stored(fitted, *described)
+    require_described(fitted, *described)
     loaded = load_model(source), load_model(target)
     with counted("refine", config.steps) as show:
         refined = run_refine(

@@ -9,9 +9,10 @@ from trtllm_kvmap.models.load import (
     load_model,
     quiet_loading,
     read_spec,
+    require_described,
 )
 from trtllm_kvmap.models.loaded import KnownModel, LoadedModel, RemoteModel, require_same_tokens
-from trtllm_kvmap.models.stored import read_fingerprint, require_described, require_stored
+from trtllm_kvmap.models.stored import read_fingerprint
 from trtllm_kvmap.models.tokenizer import load_tokenizer, tokenise, tokenise_chat, tokenizer_digest
 
 __all__ = [
@@ -29,7 +30,6 @@ __all__ = [
     "read_spec",
     "require_described",
     "require_same_tokens",
-    "require_stored",
     "rope_from_config",
     "spec_from_config",
     "tokenise",

@@ -12,8 +12,11 @@ import transformers
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
+from trtllm_kvmap.artifact.fingerprint import Fingerprint
+from trtllm_kvmap.artifact.pair import HasPair, require_pair
 from trtllm_kvmap.errors import InputError
 from trtllm_kvmap.models.config import spec_from_config
+from trtllm_kvmap.models.digest import config_digest
 from trtllm_kvmap.models.loaded import LoadedModel, different_tokenizers
 from trtllm_kvmap.models.tokenizer import load_tokenizer, tokenizer_digest
 from trtllm_kvmap.spec.model import ModelSpec
@@ -27,7 +30,6 @@ class ModelDescription:
 
     spec: ModelSpec
     tokenizer: PreTrainedTokenizerBase | None
-    path: str | Path  # the folder or hub id
 
     @property
     def name(self) -> str:
@@ -40,7 +42,7 @@ class ModelDescription:
 
 def describe_model(path_or_id: str | Path) -> ModelDescription:
     """Read the configuration and tokenizer of a folder or hub id. Raises as load_model does."""
-    return ModelDescription(read_spec(path_or_id), load_tokenizer(path_or_id), path_or_id)
+    return ModelDescription(read_spec(path_or_id), load_tokenizer(path_or_id))
 
 
 def describe_pair(
@@ -58,6 +60,28 @@ def describe_pair(
     if pair[0].tokenizer_digest != pair[1].tokenizer_digest:
         raise different_tokenizers(pair[0].name, pair[1].name)
     return pair
+
+
+def require_described(
+    holder: HasPair,
+    source: ModelDescription,
+    target: ModelDescription,
+    what: str = "The map was fitted",
+) -> None:
+    """require_pair, as far as configurations and tokenizers tell, which no weights are read for."""
+    theirs = holder.source_fingerprint, holder.target_fingerprint
+    told = [(config_digest(m.spec), m.tokenizer_digest) for m in (source, target)]
+
+    def given(weights: tuple[Fingerprint, Fingerprint]) -> tuple[Fingerprint, Fingerprint]:
+        first, second = (
+            Fingerprint(config, like.weights, tokenizer)
+            for (config, tokenizer), like in zip(told, weights, strict=True)
+        )
+        return first, second
+
+    straight, swapped = given(theirs), given(theirs[::-1])
+    if straight != theirs:
+        require_pair(holder, *(swapped if swapped == theirs[::-1] else straight), what)
 
 
 def load_model(

@@ -12,11 +12,10 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from trtllm_kvmap.artifact.fingerprint import Fingerprint
-from trtllm_kvmap.artifact.pair import HasPair, require_pair
 from trtllm_kvmap.artifact.stored_weights import stored_digest
 from trtllm_kvmap.errors import MismatchError
 from trtllm_kvmap.models.digest import config_digest
-from trtllm_kvmap.models.load import ModelDescription, load_model, read_spec
+from trtllm_kvmap.models.load import load_model, read_spec
 from trtllm_kvmap.models.tokenizer import load_tokenizer, tokenizer_digest
 
 log = logging.getLogger(__name__)
@@ -43,49 +42,6 @@ def read_fingerprint(path_or_id: str | Path) -> Fingerprint:
         return load_model(path_or_id).fingerprint
     tokenizer = tokenizer_digest(load_tokenizer(path_or_id), spec.vocab_size)
     return Fingerprint(config_digest(spec), weights, tokenizer)
-
-
-def require_described(
-    holder: HasPair,
-    source: ModelDescription,
-    target: ModelDescription,
-    what: str = "The map was fitted",
-) -> None:
-    """require_pair, as far as configurations and tokenizers tell, which no weights are read for."""
-    theirs = holder.source_fingerprint, holder.target_fingerprint
-    told = [(config_digest(m.spec), m.tokenizer_digest) for m in (source, target)]
-
-    def given(weights: tuple[Fingerprint, Fingerprint]) -> tuple[Fingerprint, Fingerprint]:
-        first, second = (
-            Fingerprint(config, like.weights, tokenizer)
-            for (config, tokenizer), like in zip(told, weights, strict=True)
-        )
-        return first, second
-
-    straight, swapped = given(theirs), given(theirs[::-1])
-    if straight != theirs:
-        require_pair(holder, *(swapped if swapped == theirs[::-1] else straight), what)
-
-
-def require_stored(
-    holder: HasPair,
-    source: ModelDescription,
-    target: ModelDescription,
-    what: str = "The map was fitted",
-) -> None:
-    """require_pair before either model is loaded: by their configurations and tokenizers, then by
-    their weights as the files hold them. Weights that only loading shows (read_fingerprint) pass
-    here; they are compared when they are loaded.
-    """
-    require_described(holder, source, target, what)
-    found = []
-    for model, known in ((source, holder.source_fingerprint), (target, holder.target_fingerprint)):
-        try:
-            weights = _stored_weights(model.path)
-        except MismatchError:
-            weights = known.weights
-        found.append(Fingerprint(config_digest(model.spec), weights, model.tokenizer_digest))
-    require_pair(holder, found[0], found[1], what)
 
 
 def _stored_weights(path_or_id: str | Path) -> str:
