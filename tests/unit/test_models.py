@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 from huggingface_hub.utils import http_backoff
 from random_models import available_architectures, write_model
 
-from trtllm_kvmap.errors import InputError, MismatchError
+from trtllm_kvmap.errors import InputError, KvMapError, MismatchError
 from trtllm_kvmap.models import (
     describe_model,
     load,
@@ -21,6 +22,7 @@ from trtllm_kvmap.models import (
     read_spec,
     require_same_tokens,
 )
+from trtllm_kvmap.tiny import model_folder
 from trtllm_kvmap.tiny.documents import VOCABULARY
 
 
@@ -73,6 +75,32 @@ def test_another_rope_changes_the_fingerprint(random_model: Callable) -> None:
 def test_a_folder_without_a_model_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"No model could be loaded from .* Give a folder"):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"num_hidden_layers": "x"}, "could be loaded .*str"),
+        ({"dtype": "foo"}, "could be loaded .*foo"),
+        ({"num_attention_heads": 0}, "could be loaded .*ZeroDivisionError"),
+        ({"hidden_size": 17}, "could be loaded"),
+        ({"model_type": "t5"}, "architecture 't5' .* is not supported"),
+        ("tokenizer.json", "The tokenizer of .* cannot be read .* give a folder"),
+    ],
+)
+def test_files_that_hold_anything_are_a_sentence(
+    changed: dict[str, object] | str, said: str, tmp_path: Path
+) -> None:
+    """transformers raises KeyError, AttributeError and errors of its own."""
+    copy = tmp_path / "model"
+    shutil.copytree(model_folder("tiny-s"), copy)
+    if isinstance(changed, str):
+        (copy / changed).write_text("{}")
+    else:
+        config = json.loads((copy / "config.json").read_text())
+        (copy / "config.json").write_text(json.dumps(config | changed))
+    with pytest.raises(KvMapError, match=said):
+        load_model(copy)
 
 
 @pytest.mark.parametrize(

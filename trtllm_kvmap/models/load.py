@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBa
 
 from trtllm_kvmap.artifact.fingerprint import Fingerprint
 from trtllm_kvmap.artifact.pair import HasPair, require_pair
-from trtllm_kvmap.errors import InputError
+from trtllm_kvmap.errors import InputError, KvMapError
 from trtllm_kvmap.models.config import spec_from_config
 from trtllm_kvmap.models.digest import config_digest
 from trtllm_kvmap.models.loaded import LoadedModel, different_tokenizers
@@ -96,8 +96,8 @@ def load_model(
     spec = read_spec(path_or_id)
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(path_or_id, dtype=dtype)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise _not_loadable(path_or_id, str(error)) from error
+    except Exception as error:  # transformers raises whatever a folder's files make it meet
+        raise _not_loadable(path_or_id, _reason(error)) from error
     model = model.to(device).eval().requires_grad_(False)  # a gradient is never of its weights
     return LoadedModel(spec.name, model, load_tokenizer(path_or_id), spec)
 
@@ -108,10 +108,11 @@ def read_spec(path_or_id: str | Path) -> ModelSpec:
         if missing := _missing(str(path_or_id)):
             raise _not_loadable(path_or_id, missing)
         name = Path(path_or_id).name if Path(path_or_id).is_dir() else str(path_or_id)
-        config = AutoConfig.from_pretrained(path_or_id)
-    except (OSError, ValueError) as error:
-        raise _not_loadable(path_or_id, str(error)) from error
-    return spec_from_config(config, name)
+        return spec_from_config(AutoConfig.from_pretrained(path_or_id), name)
+    except KvMapError:
+        raise
+    except Exception as error:  # a configuration may hold anything
+        raise _not_loadable(path_or_id, _reason(error)) from error
 
 
 def _missing(given: str) -> str:
@@ -130,11 +131,23 @@ def _missing(given: str) -> str:
     return ""
 
 
+def _reason(error: Exception) -> str:
+    """The first line of what ``error`` says, and the next where that one ends in a colon; after its
+    name where that is not a sentence.
+    """
+    first, *rest = str(error).strip().splitlines() or [""]
+    if rest and first.endswith(":"):
+        first = f"{first} {rest[0].strip()}"
+    if isinstance(error, (OSError, ValueError, SafetensorError)) and first:
+        return first
+    return f"{type(error).__name__}: {first}"
+
+
 def _not_loadable(path_or_id: str | Path, reason: str) -> InputError:
-    first = reason.strip().splitlines()[0].rstrip(".")
     return InputError(
-        f"No model could be loaded from {str(path_or_id)!r}: {first}. Give a folder with "
-        f"config.json and safetensors weights, or a hub id (org/name) where there is a network."
+        f"No model could be loaded from {str(path_or_id)!r}: {reason.rstrip('.')}. Give a folder "
+        f"with config.json and safetensors weights, or a hub id (org/name) where there is a "
+        f"network."
     )
 
 

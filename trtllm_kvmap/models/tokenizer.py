@@ -14,12 +14,17 @@ from trtllm_kvmap.errors import InputError
 
 def load_tokenizer(path_or_id: str | Path) -> PreTrainedTokenizerBase | None:
     """The tokenizer of a folder or hub id, or None when it has none (pre-tokenised text still
-    works).
+    works). Raises InputError for one whose files cannot be understood.
     """
     try:
         return AutoTokenizer.from_pretrained(path_or_id)
     except (OSError, ValueError):
         return None
+    except Exception as error:  # its files may hold anything
+        raise InputError(
+            f"The tokenizer of {str(path_or_id)!r} cannot be read ({type(error).__name__}: "
+            f"{error}); give a folder with the tokenizer files that the model came with."
+        ) from error
 
 
 def tokenise(
