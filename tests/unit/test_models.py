@@ -80,7 +80,7 @@ def test_a_folder_without_a_model_is_one_sentence(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"num_hidden_layers": "x"}, "could be loaded .*str"),
+        ({"num_hidden_layers": "x"}, "could be loaded .*num_hidden_layers"),
         ({"dtype": "foo"}, "could be loaded .*foo"),
         ({"num_attention_heads": 0}, "could be loaded .*ZeroDivisionError"),
         ({"hidden_size": 17}, "could be loaded"),
