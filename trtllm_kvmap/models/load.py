@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from trtllm_kvmap.spec.model import ModelSpec
 WEIGHTS = (".safetensors", ".bin")  # how the names of files end that transformers loads
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelDescription:
     """What can be said of a model without loading its weights."""
 
@@ -35,7 +36,7 @@ class ModelDescription:
     def name(self) -> str:
         return self.spec.name
 
-    @property
+    @cached_property  # a whole vocabulary is hashed, and it is asked for more than once
     def tokenizer_digest(self) -> str:
         return tokenizer_digest(self.tokenizer, self.spec.vocab_size)
 
